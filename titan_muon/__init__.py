@@ -1,0 +1,1 @@
+"""Muon, NorMuon and AdamW for PyTorch and torchtitan."""
