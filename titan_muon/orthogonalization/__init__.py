@@ -1,0 +1,33 @@
+"""(..., M, N) to the nearest semi-orthogonal (..., M, N): plain tensors, no state, no messages."""
+
+from titan_muon.orthogonalization.coefficients import (
+    SCHEDULES,
+    Schedule,
+    ScheduleFamily,
+    resolve_schedule,
+    schedule_names,
+)
+from titan_muon.orthogonalization.methods import (
+    choose_evaluation,
+    cost,
+    explain,
+    orthogonalize_batch,
+    resolve_dtype,
+    work_bytes,
+)
+from titan_muon.orthogonalization.polar import polar_factor
+
+__all__ = [
+    "SCHEDULES",
+    "Schedule",
+    "ScheduleFamily",
+    "choose_evaluation",
+    "cost",
+    "explain",
+    "orthogonalize_batch",
+    "polar_factor",
+    "resolve_dtype",
+    "resolve_schedule",
+    "schedule_names",
+    "work_bytes",
+]

@@ -1,0 +1,220 @@
+"""From an arbitrary batch of matrices to its orthogonalized batch: the one entry of the package."""
+
+import torch
+from torch import Tensor
+
+from titan_muon.kernels import Operations, select_operations
+from titan_muon.orthogonalization import gram_newton_schulz, newton_schulz
+from titan_muon.orthogonalization.coefficients import Schedule
+
+EVALUATIONS = ("auto", "standard", "gram")
+
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+def resolve_dtype(ns_dtype: str, device: torch.device, input_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype an iteration runs in.
+
+    Args:
+        ns_dtype: ``"auto"`` or the name of a float dtype. ``"auto"`` is float16 on CUDA (inputs are
+            normalised, so its range is enough, and it is eight times finer than bfloat16 at the
+            same speed) and float32 elsewhere; a float64 input stays float64.
+        device: Where the iteration runs.
+        input_dtype: Dtype of the matrices.
+
+    Raises:
+        ValueError: ``ns_dtype`` is none of these names.
+    """
+    if ns_dtype == "auto":
+        if input_dtype == torch.float64:
+            return torch.float64
+        return torch.float16 if device.type == "cuda" else torch.float32
+    if ns_dtype not in _DTYPES:
+        raise ValueError(
+            f"ns_dtype {ns_dtype!r} is unknown. Use one of auto, {', '.join(_DTYPES)}."
+        )
+    return _DTYPES[ns_dtype]
+
+
+@torch.no_grad()
+def orthogonalize_batch(
+    x: Tensor,
+    schedule: Schedule,
+    *,
+    dtype: torch.dtype,
+    evaluation: str = "auto",
+    batch_size: int | None = None,
+    max_work_bytes: int | None = None,
+) -> Tensor:
+    """Replace every matrix of a batch by its approximate polar factor.
+
+    Args:
+        x: (..., M, N), a plain tensor of any float dtype and strides. Not modified.
+        schedule: Result of :func:`titan_muon.orthogonalization.resolve_schedule`.
+        dtype: Dtype of the iteration and of the result. The norm is taken in float32 (float64 if
+            either dtype is) before any cast down, so that the scale of ``x`` does not matter.
+        evaluation: ``"standard"``, ``"gram"``, or ``"auto"``: the cheaper one that is accurate.
+        batch_size: Most matrices in one launch; None for no limit.
+        max_work_bytes: Bound on the work buffers beside the result, in bytes; at least one matrix
+            is always computed. None for no limit.
+
+    Returns:
+        Same shape as ``x``, in ``dtype``. A zero matrix gives zeros; a NaN or an infinity makes its
+        own matrix NaN and no other.
+
+    Raises:
+        ValueError: A bad shape, ``evaluation``, ``batch_size`` or ``max_work_bytes``.
+        TypeError: ``x`` is a DTensor or not a float tensor.
+    """
+    _check(x, evaluation, batch_size, max_work_bytes)
+    rows, columns = x.shape[-2:]
+    result = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.numel() == 0:
+        return result
+    source, target = x.reshape(-1, rows, columns), result.view(-1, rows, columns)
+    if rows > columns:
+        # The products do not care about strides, so a tall matrix runs as a transposed view.
+        source, target = source.mT, target.mT
+    ops = select_operations(min(rows, columns), dtype, x.device)
+    chosen, _ = choose_evaluation(rows, columns, dtype, schedule, ops, evaluation)
+    size = _chunk_size(source.shape, dtype, chosen, batch_size, max_work_bytes)
+    for start in range(0, source.shape[0], size):
+        part = slice(start, start + size)
+        _run(source[part], target[part], schedule, chosen, ops)
+    return result
+
+
+def choose_evaluation(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    schedule: Schedule,
+    ops: Operations,
+    evaluation: str = "auto",
+) -> tuple[str, str]:
+    """Pick the evaluation of a schedule for one shape.
+
+    Returns:
+        ``"standard"`` or ``"gram"``, and one sentence that says why.
+
+    Raises:
+        ValueError: ``evaluation="gram"`` in bfloat16.
+    """
+    if evaluation == "gram" and dtype == torch.bfloat16:
+        raise ValueError(
+            "evaluation='gram' is not usable in bfloat16: its rounding errors exceed the result on "
+            "ill-conditioned matrices. Use ns_dtype float16 or float32, or evaluation='standard'."
+        )
+    if evaluation != "auto":
+        return evaluation, "asked for"
+    if dtype == torch.bfloat16:
+        return "standard", "the Gram evaluation is not accurate in bfloat16"
+    standard = cost(rows, columns, schedule, "standard", ops.half_cost)
+    gram = cost(rows, columns, schedule, "gram", ops.half_cost)
+    chosen = "gram" if gram < standard else "standard"
+    return chosen, f"{standard:.3g} FLOP standard, {gram:.3g} FLOP gram"
+
+
+def cost(rows: int, columns: int, schedule: Schedule, evaluation: str, half_cost: bool) -> float:
+    """Return the floating-point operations for one matrix.
+
+    Args:
+        rows: M.
+        columns: N; which of the two is longer does not matter.
+        schedule: The steps.
+        evaluation: ``"standard"`` or ``"gram"``.
+        half_cost: True if symmetric products compute one triangle only.
+    """
+    m, n = sorted((rows, columns))
+    half = 0.5 if half_cost else 1.0
+    steps, segments = len(schedule.triples), gram_newton_schulz.writes(schedule)
+    if evaluation == "standard":
+        return steps * (half * (2 * m * m * n + 2 * m**3) + 2 * m * m * n)
+    squares = 4 * steps - 3 * segments
+    return segments * (half + 1) * 2 * m * m * n + half * squares * 2 * m**3
+
+
+def work_bytes(rows: int, columns: int, dtype: torch.dtype, evaluation: str) -> int:
+    """Return the bytes of work buffers one matrix needs beside its result."""
+    m, n = sorted((rows, columns))
+    squares = 2 if evaluation == "standard" else 4
+    return dtype.itemsize * (m * n + squares * m * m)
+
+
+def explain(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, schedule: Schedule
+) -> str:
+    """Say which evaluation and which kernels a batch would run with, and why.
+
+    Args:
+        shape: (..., M, N).
+        dtype: Dtype of the iteration.
+        device: Where it would run; nothing is launched there.
+        schedule: The steps.
+    """
+    rows, columns = shape[-2:]
+    ops = select_operations(min(rows, columns), dtype, device)
+    chosen, why = choose_evaluation(rows, columns, dtype, schedule, ops)
+    restarts = f", restarts before steps {list(schedule.restarts)}" if chosen == "gram" else ""
+    return (
+        f"{schedule.name}, {len(schedule.triples)} steps in {str(dtype).removeprefix('torch.')}: "
+        f"{chosen} evaluation{restarts} ({why}); {ops.name} products ({ops.why})"
+    )
+
+
+def _run(source: Tensor, target: Tensor, schedule: Schedule, chosen: str, ops: Operations) -> None:
+    if chosen == "gram":
+        writes = gram_newton_schulz.writes(schedule)
+    else:
+        writes = newton_schulz.writes(len(schedule.triples))
+    spare = torch.empty_like(target)
+    # The iterate moves between two buffers; start in the one from which it ends in the result.
+    x, spare = (target, spare) if writes % 2 == 0 else (spare, target)
+    _normalize(source, schedule.safety, out=x)
+    if chosen == "gram":
+        gram_newton_schulz.iterate(x, spare, schedule, ops)
+    else:
+        newton_schulz.iterate(x, spare, schedule.triples, ops)
+
+
+def _normalize(x: Tensor, safety: float, *, out: Tensor) -> None:
+    wide = torch.float64 in (x.dtype, out.dtype)
+    accumulate = torch.float64 if wide else torch.float32
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accumulate)
+    # The smallest normal number turns 0/0 into 0 and is far below any norm that matters.
+    norm = norm.mul_(safety).clamp_min_(torch.finfo(accumulate).tiny)
+    torch.div(x, norm, out=out)
+
+
+def _chunk_size(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    evaluation: str,
+    batch_size: int | None,
+    max_work_bytes: int | None,
+) -> int:
+    size = shape[0] if batch_size is None else min(batch_size, shape[0])
+    if max_work_bytes is not None:
+        size = min(size, max_work_bytes // work_bytes(shape[1], shape[2], dtype, evaluation))
+    return max(1, size)
+
+
+def _check(x: Tensor, evaluation: str, batch_size: int | None, max_work_bytes: int | None) -> None:
+    if hasattr(x, "device_mesh"):
+        raise TypeError("orthogonalize_batch takes plain tensors, got a DTensor; gather it first.")
+    if not x.is_floating_point():
+        raise TypeError(f"orthogonalize_batch needs a float tensor, got {x.dtype}.")
+    if x.ndim < 2:
+        raise ValueError(f"orthogonalize_batch needs shape (..., M, N), got {tuple(x.shape)}.")
+    if evaluation not in EVALUATIONS:
+        raise ValueError(
+            f"evaluation {evaluation!r} is unknown. Use one of {', '.join(EVALUATIONS)}."
+        )
+    for name, value in (("batch_size", batch_size), ("max_work_bytes", max_work_bytes)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, or None for no limit, got {value}.")
