@@ -1,0 +1,1 @@
+"""Where each matrix lives and how it moves; no math."""

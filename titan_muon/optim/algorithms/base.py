@@ -1,0 +1,172 @@
+"""What an algorithm is, and the registry of algorithms by name."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from titan_muon.optim.options import MATRIX_OPTIONS, Option, check_values, nearest
+
+__all__ = [
+    "Algorithm",
+    "Buffer",
+    "ElementwiseAlgorithm",
+    "MatrixAlgorithm",
+    "algorithm_names",
+    "all_option_names",
+    "check_options",
+    "get_algorithm",
+    "register_algorithm",
+]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One state tensor that an algorithm keeps for each parameter.
+
+    Args:
+        name: Key in the optimizer state, and so in checkpoints.
+        like: ``"grad"``: the parameter's shape; ``"rows"``: one value a row, ``(..., M, 1)``.
+    """
+
+    name: str
+    like: Literal["grad", "rows"]
+
+    @property
+    def by_row(self) -> bool:
+        """Whether the buffer holds one value a matrix row."""
+        return self.like == "rows"
+
+
+class Algorithm(ABC):
+    """A named update rule with options; subclasses hold math only, on plain tensors."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    options: ClassVar[Mapping[str, Option]]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the algorithm works on whole matrices (the Muon family)."""
+        return isinstance(self, MatrixAlgorithm)
+
+
+class MatrixAlgorithm(Algorithm):
+    """An algorithm of the Muon family: a rule for the orthogonalized update of a whole matrix.
+
+    The optimizer keeps ``momentum_buffer``, orthogonalizes, scales and writes; a subclass states
+    what else it remembers (``buffers``) and what it does to the orthogonalized update.
+    """
+
+    options = MATRIX_OPTIONS
+    buffers: ClassVar[tuple[Buffer, ...]] = ()
+
+    def update(
+        self, update: Tensor, buffers: Mapping[str, Tensor], options: Mapping[str, Any]
+    ) -> Tensor:
+        """Return the update that is scaled and written.
+
+        Args:
+            update: (B, M, N), orthogonalized whole matrices. May be modified and returned.
+            buffers: This algorithm's buffers by name, (B, M, N) or (B, M, 1); modified in place.
+            options: The param group.
+        """
+        return update
+
+
+class ElementwiseAlgorithm(Algorithm):
+    """An algorithm that treats every element alone, so shards are stepped where they lie."""
+
+    @abstractmethod
+    def create_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the zero state of one parameter (a DTensor's state is a DTensor)."""
+
+    @abstractmethod
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Update local shards and their local state in place."""
+
+
+_REGISTRY: dict[str, Algorithm] = {}
+
+
+def register_algorithm(algorithm: Algorithm) -> Algorithm:
+    """Make an algorithm available by name in param groups, TOML and checkpoints.
+
+    Args:
+        algorithm: Instance with ``name`` (lower case), ``title`` and ``options``.
+
+    Raises:
+        ValueError: The name is taken by another class or is not lower case.
+        TypeError: An option is not an :class:`Option`, or the algorithm is of neither kind.
+    """
+    name = algorithm.name
+    if name != name.lower():
+        raise ValueError(f"algorithm name {name!r} must be lower case")
+    if not isinstance(algorithm, MatrixAlgorithm | ElementwiseAlgorithm):
+        raise TypeError(f"{name}: derive from MatrixAlgorithm or ElementwiseAlgorithm")
+    for key, option in algorithm.options.items():
+        if not isinstance(option, Option):
+            raise TypeError(f"{name}: option {key!r} must be an Option, got {type(option)}")
+    known = _REGISTRY.get(name)
+    if known is not None and type(known) is not type(algorithm):
+        raise ValueError(f"an algorithm named {name!r} is registered already: {type(known)}")
+    _REGISTRY[name] = algorithm
+    return algorithm
+
+
+def get_algorithm(name: str) -> Algorithm:
+    """Return the algorithm of that name, in any letter case.
+
+    Raises:
+        ValueError: No such algorithm; lists all names and the nearest one.
+    """
+    algorithm = _REGISTRY.get(name.lower()) if isinstance(name, str) else None
+    if algorithm is None:
+        names = ", ".join(a.title for a in _REGISTRY.values())
+        hint = nearest(name, _REGISTRY) if isinstance(name, str) else ""
+        raise ValueError(f"unknown algorithm {name!r}{hint} Known: {names}.")
+    return algorithm
+
+
+def algorithm_names() -> list[str]:
+    """Return the names of all registered algorithms, sorted."""
+    return sorted(_REGISTRY)
+
+
+def all_option_names() -> set[str]:
+    """Return every option name that some registered algorithm knows."""
+    return {key for algorithm in _REGISTRY.values() for key in algorithm.options}
+
+
+def check_options(algorithm: str, options: Mapping[str, Any], *, where: str) -> None:
+    """Refuse unknown options and values out of range.
+
+    An option that only another algorithm knows passes: the same configuration can be run with
+    several algorithms.
+
+    Args:
+        algorithm: Name of the algorithm.
+        options: Explicit options by name.
+        where: Prefix of the message.
+
+    Raises:
+        ValueError: Unknown name (with the nearest one and the list) or value out of range.
+    """
+    chosen = get_algorithm(algorithm)
+    known = all_option_names()
+    for key in options:
+        if key not in known:
+            allowed = ", ".join(sorted(chosen.options))
+            raise ValueError(
+                f"{where}: {key} is not an option of {chosen.title}{nearest(key, known)} "
+                f"Options: {allowed}."
+            )
+    check_values(chosen.options, options, where=where)

@@ -1,0 +1,85 @@
+"""From what a user writes to complete param groups."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from titan_muon.distributed.matrices import MatrixRule, matrix_rule
+from titan_muon.optim.algorithms import check_options, get_algorithm
+from titan_muon.orthogonalization import resolve_schedule
+
+__all__ = ["complete_group", "group_names", "matrix_rules"]
+
+# Keys that torch, schedulers and torchtitan put into groups; no options of ours.
+_FOREIGN = ("params", "param_names", "algorithm", "initial_lr")
+
+
+def complete_group(
+    group: Mapping[str, Any], algorithm: str, given: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """Check a group and fill in the options of its algorithm.
+
+    Args:
+        group: ``params`` and explicit options. Not modified.
+        algorithm: Name used where the group has none.
+        given: Constructor arguments, which stand between the group and the defaults.
+        where: Prefix of errors.
+
+    Returns:
+        A new group: parameters, names, ``algorithm``, and exactly the options of the algorithm.
+
+    Raises:
+        ValueError: Unknown algorithm or option, or a value out of range.
+    """
+    chosen = get_algorithm(group.get("algorithm", algorithm))
+    explicit = {k: v for k, v in group.items() if k not in _FOREIGN}
+    check_options(chosen.name, explicit, where=where)
+    complete = {k: group[k] for k in _FOREIGN if k in group}
+    complete["algorithm"] = chosen.name
+    for key, option in chosen.options.items():
+        complete[key] = explicit.get(key, given.get(key, option.default))
+    if chosen.is_matrix:
+        try:
+            resolve_schedule(complete["ns_method"], complete["ns_steps"])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}: {error}") from None
+    return complete
+
+
+def group_names(group: Mapping[str, Any], params: Sequence[Tensor]) -> list[str]:
+    """Return a name for each parameter: its own where the group has names, else its position."""
+    names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
+    by_id = {id(p): n for p, n in zip(group["params"], names, strict=True)}
+    return [by_id[id(p)] for p in params]
+
+
+def matrix_rules(group: Mapping[str, Any], where: str) -> list[MatrixRule | None]:
+    """Check the parameters of a complete group and return their matrix rules.
+
+    Args:
+        group: Result of :func:`complete_group`, parameters as a list.
+        where: Prefix of errors.
+
+    Returns:
+        One rule a parameter; None in groups of elementwise algorithms.
+
+    Raises:
+        TypeError: A parameter is complex or not floating point.
+        ValueError: A parameter has fewer than two dims, or the split does not fit its rows.
+    """
+    is_matrix = get_algorithm(group["algorithm"]).is_matrix
+    rules: list[MatrixRule | None] = []
+    for param, name in zip(group["params"], group_names(group, group["params"]), strict=True):
+        label = f"{where}: {name}"
+        if not param.is_floating_point():
+            raise TypeError(
+                f"{label}: dtype {param.dtype} cannot be optimized; use float16, bfloat16, float32 "
+                "or float64"
+            )
+        rules.append(
+            matrix_rule(param.shape, flatten=group["flatten"], split=group["split"], name=label)
+            if is_matrix
+            else None
+        )
+    return rules

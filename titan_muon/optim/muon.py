@@ -1,0 +1,218 @@
+"""Muon for a whole model: one optimizer, one step, an algorithm for each param group."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from titan_muon.distributed.exchange import GatherExchange, local_of, missing_everywhere
+from titan_muon.distributed.matrices import MatrixRule
+from titan_muon.optim.algorithms import check_options, get_algorithm
+from titan_muon.optim.algorithms.base import ElementwiseAlgorithm, MatrixAlgorithm
+from titan_muon.optim.groups import complete_group, group_names, matrix_rules
+from titan_muon.optim.matrix_math import matrix_updates, mean_squares
+from titan_muon.optim.state import MOMENTUM, check_state, copy_state, create_state, saved_groups
+from titan_muon.optim.update_rules import advance_momentum, write_updates
+
+__all__ = ["Muon", "NorMuon"]
+
+
+class Muon(Optimizer):
+    """Muon for matrices and AdamW for the rest, on plain tensors and on DTensors.
+
+    Every param group carries ``algorithm`` (``"muon"``, ``"normuon"``, ``"adamw"``, ``"adam"`` or a
+    registered one) and the options of that algorithm. Options given here are the defaults of all
+    groups whose algorithm knows them. All state exists from construction.
+
+    Args:
+        params: Parameters, named parameters, or param groups, as torch takes them.
+        lr: Learning rate, a number or a 0-d tensor; its unit depends on ``adjust_lr_fn`` (spectral
+            norm of a step for ``original``, AdamW's for ``match_rms_adamw``).
+        weight_decay: Decay factor, multiplied by the plain lr.
+        **options: Any option of any registered algorithm; the README has the table.
+
+    Raises:
+        ValueError: Unknown algorithm or option, a value out of range, a parameter that a
+            Muon-family group cannot take. Names the group or parameter.
+        TypeError: A parameter is not of a real float dtype.
+
+    Source: Keller Jordan, https://kellerjordan.github.io/posts/muon/
+    """
+
+    algorithm: ClassVar[str] = "muon"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        **options: Any,
+    ) -> None:
+        self._given = {"lr": lr, "weight_decay": weight_decay, **options}
+        check_options(self.algorithm, self._given, where=type(self).__name__)
+        self._forget_layouts()
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step.
+
+        Args:
+            closure: Evaluates the loss again and returns it; optional.
+
+        Returns:
+            What the closure returned.
+
+        Collective: all ranks that hold shards call.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            algorithm = get_algorithm(group["algorithm"])
+            if isinstance(algorithm, MatrixAlgorithm):
+                self._step_matrices(group, algorithm)
+            elif isinstance(algorithm, ElementwiseAlgorithm):
+                self._step_elements(group, algorithm)
+        return loss
+
+    def _step_matrices(self, group: dict[str, Any], algorithm: MatrixAlgorithm) -> None:
+        params = self._with_gradient(group["params"])
+        if not params:
+            return
+        exchange = self._exchange(group, params)
+        states = [self.state[p] for p in params]
+        shards = [local_of(p) for p in params]
+
+        directions = advance_momentum(
+            [local_of(s[MOMENTUM]) for s in states],
+            [_local_gradient(p) for p in params],
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        whole = exchange.to_owners(directions)
+        buffers = {
+            b.name: exchange.to_owners([local_of(s[b.name]) for s in states], by_row=b.by_row)
+            for b in algorithm.buffers
+        }
+        scale = None
+        if group["adjust_lr_fn"] == "match_param_rms":
+            scale = mean_squares(exchange.to_owners(shards))
+        updates = matrix_updates(whole, buffers, scale, algorithm, group)
+        for b in algorithm.buffers:
+            returned = exchange.to_shards(buffers[b.name], by_row=b.by_row)
+            for state, value in zip(states, returned, strict=True):
+                local_of(state[b.name]).copy_(value)
+        write_updates(
+            shards,
+            exchange.to_shards(updates),
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            cautious=group["cautious_weight_decay"],
+        )
+
+    def _step_elements(self, group: dict[str, Any], algorithm: ElementwiseAlgorithm) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        algorithm.step(
+            [local_of(p) for p in params],
+            [local_of(p.grad) for p in params],
+            [{k: local_of(v) for k, v in self.state[p].items()} for p in params],
+            group,
+        )
+
+    def _with_gradient(self, params: list[Tensor]) -> list[Tensor]:
+        """Return the parameters that have a gradient on some rank."""
+        missing = missing_everywhere(params, [p.grad is None for p in params])
+        return [p for p, absent in zip(params, missing, strict=True) if not absent]
+
+    def _exchange(self, group: Mapping[str, Any], params: list[Tensor]) -> GatherExchange:
+        key = tuple(id(p) for p in params)
+        if key not in self._exchanges:
+            # One entry a group: a set of gradients that changes every step must not pile up plans.
+            self._exchanges = {k: v for k, v in self._exchanges.items() if k[0] != key[0]}
+            rules = [self._rules[id(p)] for p in params]
+            self._exchanges[key] = GatherExchange(params, rules, group_names(group, params))
+        return self._exchanges[key]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, complete it with its algorithm's options, and create its state.
+
+        Args:
+            param_group: ``params`` and any options; ``algorithm`` defaults to the class' own.
+
+        Raises:
+            ValueError, TypeError: As the constructor; the group is not added then.
+        """
+        where = f"{type(self).__name__}: param group {len(self.param_groups)}"
+        super().add_param_group(complete_group(param_group, self.algorithm, self._given, where))
+        group = self.param_groups[-1]
+        try:
+            rules = matrix_rules(group, where)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._rules.update({id(p): r for p, r in zip(group["params"], rules, strict=True) if r})
+        for param, rule in zip(group["params"], rules, strict=True):
+            self.state[param] = create_state(param, group, rule)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict; groups hold only the options that change the mathematics."""
+        result = super().state_dict()
+        result["param_groups"] = saved_groups(result["param_groups"])
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict: its tensors into the live ones, its options over the live ones.
+
+        State keeps the dtype this optimizer was built with. Everything is checked first, so a state
+        dict that does not fit leaves the optimizer as it was.
+
+        Args:
+            state_dict: Result of :meth:`state_dict`. Not modified.
+
+        Raises:
+            ValueError: Groups, keys or shapes differ; names them.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        loaded = check_state(self.param_groups, self.state, state_dict)
+        copy_state(self.param_groups, self.state, state_dict)
+        for group, options in zip(self.param_groups, loaded, strict=True):
+            group.update(options)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled or copied optimizer; layouts are found again."""
+        super().__setstate__(state)
+        self._given = dict(self.defaults)
+        self._forget_layouts()
+        for index, group in enumerate(self.param_groups):
+            rules = matrix_rules(group, f"{type(self).__name__}: param group {index}")
+            self._rules.update({id(p): r for p, r in zip(group["params"], rules, strict=True) if r})
+
+    def _forget_layouts(self) -> None:
+        self._rules: dict[int, MatrixRule] = {}
+        self._exchanges: dict[tuple[int, ...], GatherExchange] = {}
+
+
+class NorMuon(Muon):
+    """Muon whose rows are normalised by a running second moment.
+
+    Takes the arguments of :class:`Muon`; groups without ``algorithm`` are NorMuon.
+
+    Source: NorMuon, https://arxiv.org/abs/2510.05491
+    """
+
+    algorithm = "normuon"
+
+
+def _local_gradient(param: Tensor) -> Tensor:
+    """Return the local gradient; zeros where only other ranks have one."""
+    return torch.zeros_like(local_of(param)) if param.grad is None else local_of(param.grad)
