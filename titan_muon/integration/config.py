@@ -190,19 +190,19 @@ class OptimizerConfig(OptimizersContainer.Config):
             ValueError: An unknown algorithm or option, a value that is not allowed, a pattern that
                 is not a regular expression, a module that cannot be imported.
         """
-        import_algorithms(self.imports, where=f"{where}.imports")
-        algorithm = _algorithm(self.name, where=f"{where}.name")
+        import_algorithms(self.imports, where=_inside(where, "imports"))
+        algorithm = _algorithm(self.name, where=_inside(where, "name"))
         check_options(algorithm.name, self.given(), where=where)
         _check_schedule(_known_to(algorithm, self.given()), where=where)
         rest = self.rest_spec()[0]
-        check_options(rest, _set_values(self.adamw), where=f"{where}.adamw")
+        check_options(rest, _set_values(self.adamw), where=_inside(where, "adamw"))
         if self.optimizer_factory_kwargs_by_name:
             raise ValueError(
                 f"{where}: optimizer_factory_kwargs_by_name belongs to torchtitan's own DistMuon; "
                 f"{algorithm.title} needs none. Leave it out."
             )
         for index, group in enumerate(self.param_groups):
-            self._check_group(group, f"{where}.param_groups.{index}")
+            self._check_group(group, _inside(where, f"param_groups.{index}"))
 
     def _check_group(self, group: ParamGroupConfig, where: str) -> None:
         try:
@@ -211,7 +211,7 @@ class OptimizerConfig(OptimizersContainer.Config):
             raise ValueError(
                 f"{where}: pattern = {group.pattern!r} is not a regular expression: {error}."
             ) from None
-        algorithm = _algorithm(group.optimizer_name, where=f"{where}.name")
+        algorithm = _algorithm(group.optimizer_name, where=_inside(where, "name"))
         check_options(algorithm.name, group.optimizer_kwargs, where=where)
         schedule_of = {**_known_to(algorithm, self.given()), **group.optimizer_kwargs}
         _check_schedule(schedule_of, where=where)
@@ -265,6 +265,11 @@ def _check_schedule(options: Mapping[str, Any], *, where: str) -> None:
         resolve_schedule(values["ns_method"], values["ns_steps"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _inside(where: str, name: str) -> str:
+    """Return the place of something inside a place: ``[optimizer]``, ``[optimizer.adamw]``."""
+    return f"{where[:-1]}.{name}]" if where.endswith("]") else f"{where}.{name}"
 
 
 def _set_values(config: Any) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""torchrun entry: a train config and flags become a torchtitan Trainer.
+
+torchrun --nproc_per_node=8 -m titan_muon.train --job.config_file FILE.toml [--section.key value]
+"""
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from titan_muon.integration.toml_place import ConfigError
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+__all__ = ["main", "parse"]
+
+_logger = logging.getLogger(__name__)
+
+# How long a rank that is not the first of its host waits for the first one's message.
+_SILENCE_SECONDS = 30.0
+
+
+def parse(args: Sequence[str] | None = None) -> "Trainer.Config":
+    """Return the Trainer config of a command line.
+
+    Args:
+        args: Without the program's name; None means ``sys.argv``.
+
+    Raises:
+        ConfigError: A mistake in a file or a flag; nothing distributed has been touched.
+        SystemExit: Help was printed, or tyro refused a flag.
+    """
+    on_cpu = _install_cpu_runtime()
+    from titan_muon.integration.data import register_datasets
+    from titan_muon.integration.manager import TrainConfigManager
+
+    register_datasets()
+    manager = TrainConfigManager(cuda_graphs=not on_cpu)
+    config = manager.parse_args(None if args is None else list(args))
+    for note in manager.notes:
+        _logger.warning(note)
+    if on_cpu:
+        from titan_muon.integration.cpu_runtime import adapt_config
+
+        try:
+            config = adapt_config(config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    return config
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Train; a mistake in the configuration ends the program with one message and code 2."""
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    with _one_voice():
+        config = _parse_or_exit(args)
+    _prepare_data(config)
+
+    import torchtitan.train
+
+    # torchtitan's main() parses by this name; everything else in it stays as it is.
+    vars(torchtitan.train).update(ConfigManager=lambda: _Parsed(config))
+    torchtitan.train.main()
+
+
+class _Parsed:
+    """Stands in for torchtitan's ConfigManager where the config is there already."""
+
+    def __init__(self, config: "Trainer.Config") -> None:
+        self._config = config
+
+    def parse_args(self) -> "Trainer.Config":
+        return self._config
+
+
+def _install_cpu_runtime() -> bool:
+    """Prepare torchtitan for a machine without an accelerator; return whether this is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != "mps":
+        # The CPU runtime is not even imported here. Apple's GPU is none to torchtitan.
+        return False
+    from titan_muon.integration.cpu_runtime import install, needs_cpu_runtime
+
+    if not needs_cpu_runtime():
+        return False
+    install()
+    return True
+
+
+def _prepare_data(config: Any) -> None:
+    """Build this package's corpus and tokenizer where the run needs them and they are missing."""
+    from titan_muon.integration.manager import uses_own_data
+
+    if not uses_own_data(config):
+        return
+    from titan_muon.integration.data import prepare
+
+    paths = prepare(config.dataloader.dataset_path)
+    if not Path(config.hf_assets_path).exists():
+        config.hf_assets_path = str(paths.tokenizer)
+        _logger.info("Tokenizer: %s.", paths.tokenizer)
+
+
+def _parse_or_exit(args: Sequence[str] | None) -> "Trainer.Config":
+    try:
+        return parse(args)
+    except ConfigError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+@contextlib.contextmanager
+def _one_voice() -> Iterator[None]:
+    """Let the first rank of a host say what all of them would say.
+
+    torchrun ends the other ranks when one has failed, so they wait before they speak.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        yield
+        return
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as stop:
+        if stop.code:
+            time.sleep(_SILENCE_SECONDS)
+            sys.stderr.write(said.getvalue())
+        raise
+    sys.stderr.write(said.getvalue())
+
+
+if __name__ == "__main__":
+    main()
