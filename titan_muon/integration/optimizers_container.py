@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
 from torchtitan.tools.logging import logger
@@ -15,7 +15,7 @@ from titan_muon.integration.fused_weights import fused_splits
 from titan_muon.integration.start_table import start_table
 from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
-from titan_muon.optim.options import from_saved, to_saved
+from titan_muon.optim.options import from_saved
 from titan_muon.optim.param_groups import Assignment, Rule, assign, to_groups
 
 __all__ = ["MuonOptimizersContainer"]
@@ -65,13 +65,14 @@ class MuonOptimizersContainer(OptimizersContainer):
             ValueError: A state key is missing or has another shape; nothing is loaded then.
         """
         optimizer = self.optimizers[0]
-        live = [dict(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(_nested(optimizer, state_dict))
-        for group, before in zip(optimizer.param_groups, live, strict=True):
-            saved_lr, saved_base = group["lr"], group.get("initial_lr", before["lr"])
-            _log_differences(group, before)
-            group.update(before)
-            group["lr"] = _resumed_lr(before, saved_lr, saved_base)
+        for group, own in zip(
+            optimizer.param_groups, optimizer.state_dict()["param_groups"], strict=True
+        ):
+            prefix = f"param_groups.{group['param_names'][0]}."
+            saved = {key: state_dict[prefix + key] for key in own if prefix + key in state_dict}
+            _log_differences(group["param_names"][0], saved, own)
+            group["lr"] = _resumed_lr(group, saved)
 
 
 def _assign_all(config: OptimizerConfig, model_parts: Sequence[nn.Module]) -> list[Assignment]:
@@ -111,54 +112,35 @@ def _check_whole_model(config: OptimizerConfig, assignments: Sequence[Assignment
 
 
 def _nested(optimizer: Muon, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Rebuild the integer-keyed state dict of the optimizer from the flat one."""
-    state: dict[int, dict[str, Any]] = {}
-    groups = []
-    number = 0
-    for group, saved in zip(
-        optimizer.param_groups, optimizer.state_dict()["param_groups"], strict=True
-    ):
-        numbers = []
-        for name, param in zip(group["param_names"], group["params"], strict=True):
-            keys = optimizer.state[param]
-            state[number] = {
-                key: flat[f"state.{name}.{key}"] for key in keys if f"state.{name}.{key}" in flat
-            }
-            numbers.append(number)
-            number += 1
-        first = group["param_names"][0]
-        options = {
-            key: flat.get(f"param_groups.{first}.{key}", value)
-            for key, value in saved.items()
-            if key not in ("params", "param_names")
-        }
-        groups.append({**options, "params": numbers})
-    return {"state": state, "param_groups": groups}
+    """Return the optimizer's integer-keyed state dict with tensors of the flat one."""
+    live = optimizer.state_dict()
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    state = {}
+    for number, keys in live["state"].items():
+        saved = {key: flat.get(f"state.{names[number]}.{key}") for key in keys}
+        state[number] = {key: value for key, value in saved.items() if value is not None}
+    return {"state": state, "param_groups": live["param_groups"]}
 
 
-def _log_differences(loaded: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    changed = {
-        key: (from_saved(value), config[key])
-        for key, value in loaded.items()
-        if key not in ("params", "param_names", "lr")
-        and to_saved(from_saved(value)) != to_saved(config[key])
-    }
-    for key, (old, new) in changed.items():
-        logger.info(
-            f"Optimizer group of {loaded['param_names'][0]}: {key} is {new} from the config; "
-            f"the checkpoint has {old}"
-        )
+def _log_differences(name: str, saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        old, new = from_saved(value), from_saved(config[key])
+        if key not in ("params", "param_names", "lr") and _as_list(old) != _as_list(new):
+            logger.info(
+                f"Optimizer group of {name}: {key} is {new} from the config; "
+                f"the checkpoint has {old}"
+            )
 
 
-def _resumed_lr(
-    config: Mapping[str, Any], saved_lr: float | Tensor, saved_base: float | Tensor
-) -> float | Tensor:
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _resumed_lr(config: Mapping[str, Any], saved: Mapping[str, Any]) -> float:
     """Return the lr of the first resumed step: the config's base at the schedule's position."""
     base = config.get("initial_lr", config["lr"])
-    if not isinstance(base, Tensor) and base == saved_base:
+    saved_lr = saved.get("lr", config["lr"])
+    saved_base = saved.get("initial_lr", base)
+    if base == saved_base:
         return saved_lr
-    factor = saved_lr / saved_base if saved_base else 0.0
-    lr = base * factor
-    if isinstance(config["lr"], Tensor):
-        return config["lr"].copy_(torch.as_tensor(lr))
-    return float(lr)
+    return base * (saved_lr / saved_base) if saved_base else 0.0

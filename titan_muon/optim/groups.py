@@ -7,6 +7,7 @@ from torch import Tensor
 
 from titan_muon.distributed.matrices import MatrixRule, matrix_rule
 from titan_muon.optim.algorithms import check_options, get_algorithm
+from titan_muon.optim.options import check_values
 from titan_muon.orthogonalization import resolve_schedule
 
 __all__ = ["complete_group", "group_names", "matrix_rules"]
@@ -31,7 +32,13 @@ def complete_group(
 
     Raises:
         ValueError: Unknown algorithm or option, or a value out of range.
+        TypeError: The group is not a dict with ``params``.
     """
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise TypeError(
+            f"{where}: a param group must be a dict with 'params', got {type(group).__name__}; "
+            "give either parameters only or groups only"
+        )
     chosen = get_algorithm(group.get("algorithm", algorithm))
     explicit = {k: v for k, v in group.items() if k not in _FOREIGN}
     check_options(chosen.name, explicit, where=where)
@@ -39,11 +46,15 @@ def complete_group(
     complete["algorithm"] = chosen.name
     for key, option in chosen.options.items():
         complete[key] = explicit.get(key, given.get(key, option.default))
+    check_values(chosen.options, complete, where=where)
+    if "betas" in complete:
+        complete["betas"] = tuple(float(beta) for beta in complete["betas"])
     if chosen.is_matrix:
         try:
-            resolve_schedule(complete["ns_method"], complete["ns_steps"])
+            schedule = resolve_schedule(complete["ns_method"], complete["ns_steps"])
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}: {error}") from None
+        complete["ns_steps"] = len(schedule.triples)
     return complete
 
 

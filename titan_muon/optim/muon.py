@@ -1,6 +1,6 @@
 """Muon for a whole model: one optimizer, one step, an algorithm for each param group."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +12,9 @@ from titan_muon.distributed.matrices import MatrixRule
 from titan_muon.optim.algorithms import check_options, get_algorithm
 from titan_muon.optim.algorithms.base import ElementwiseAlgorithm, MatrixAlgorithm
 from titan_muon.optim.groups import complete_group, group_names, matrix_rules
+from titan_muon.optim.loading import apply_load, prepare_load
 from titan_muon.optim.matrix_math import matrix_updates, mean_squares
-from titan_muon.optim.state import MOMENTUM, check_state, copy_state, create_state, saved_groups
+from titan_muon.optim.state import MOMENTUM, create_state, saved_groups
 from titan_muon.optim.update_rules import advance_momentum, write_updates
 
 __all__ = ["Muon", "NorMuon"]
@@ -150,14 +151,15 @@ class Muon(Optimizer):
         where = f"{type(self).__name__}: param group {len(self.param_groups)}"
         super().add_param_group(complete_group(param_group, self.algorithm, self._given, where))
         group = self.param_groups[-1]
+        params = group["params"]
         try:
             rules = matrix_rules(group, where)
-        except (TypeError, ValueError):
+            states = [create_state(p, group, r) for p, r in zip(params, rules, strict=True)]
+        except BaseException:
             self.param_groups.pop()
             raise
-        self._rules.update({id(p): r for p, r in zip(group["params"], rules, strict=True) if r})
-        for param, rule in zip(group["params"], rules, strict=True):
-            self.state[param] = create_state(param, group, rule)
+        self._keep_rules(params, rules)
+        self.state.update(zip(params, states, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict; groups hold only the options that change the mathematics."""
@@ -169,33 +171,44 @@ class Muon(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict: its tensors into the live ones, its options over the live ones.
 
-        State keeps the dtype this optimizer was built with. Everything is checked first, so a state
-        dict that does not fit leaves the optimizer as it was.
+        The state dict wins, its algorithms included; options that it does not hold stay. State
+        keeps the dtype this optimizer was built with. Everything is checked first, so a state dict
+        that does not fit leaves the optimizer as it was.
 
         Args:
             state_dict: Result of :meth:`state_dict`. Not modified.
 
         Raises:
-            ValueError: Groups, keys or shapes differ; names them.
+            ValueError: Groups, keys, shapes or placements differ, or an option is out of range;
+                names them.
         """
+        state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        loaded = check_state(self.param_groups, self.state, state_dict)
-        copy_state(self.param_groups, self.state, state_dict)
-        for group, options in zip(self.param_groups, loaded, strict=True):
-            group.update(options)
+        where = type(self).__name__
+        loads = prepare_load(self.param_groups, self.state, state_dict, self._given, where)
+        self._forget_layouts()
+        for load in loads:
+            apply_load(load, self.state)
+            self._keep_rules(load.group["params"], load.rules)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and copy keep; layouts are found again."""
+        return {**super().__getstate__(), "_given": self._given}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled or copied optimizer; layouts are found again."""
+        """Restore a pickled or copied optimizer."""
         super().__setstate__(state)
-        self._given = dict(self.defaults)
         self._forget_layouts()
         for index, group in enumerate(self.param_groups):
             rules = matrix_rules(group, f"{type(self).__name__}: param group {index}")
-            self._rules.update({id(p): r for p, r in zip(group["params"], rules, strict=True) if r})
+            self._keep_rules(group["params"], rules)
+
+    def _keep_rules(self, params: list[Tensor], rules: Sequence[MatrixRule | None]) -> None:
+        self._rules.update({id(p): r for p, r in zip(params, rules, strict=True) if r})
 
     def _forget_layouts(self) -> None:
         self._rules: dict[int, MatrixRule] = {}

@@ -11,6 +11,7 @@ import torch
 __all__ = [
     "ADAM_OPTIONS",
     "BETA2",
+    "COMMON_OPTIONS",
     "MATRIX_OPTIONS",
     "Option",
     "check_values",
@@ -21,6 +22,8 @@ __all__ = [
 ]
 
 Check = Callable[[Any], bool]
+
+_JSON_STARTS = ("[", "{", '"')
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,10 @@ class Option:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``", did you mean 'x'?"`` for the closest known spelling, or an empty string."""
+    """Return ``", did you mean 'x'?"`` for the closest known spelling, else a full stop."""
     by_lower = {k.lower(): k for k in known}
     match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    return f", did you mean {by_lower[match[0]]!r}?" if match else ""
+    return f", did you mean {by_lower[match[0]]!r}?" if match else "."
 
 
 def check_values(options: Mapping[str, Option], values: Mapping[str, Any], *, where: str) -> None:
@@ -87,7 +90,8 @@ def _number(low: float, high: float = float("inf"), *, closed: bool = False) -> 
 
 def _lr(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.is_floating_point()
+        # The value is not read: that would make the host wait for the device.
+        return value.ndim == 0 and value.is_floating_point()
     return _number(0.0)(value)
 
 
@@ -100,7 +104,11 @@ def _choice(*names: str) -> tuple[str, Check]:
 
 
 def _betas(value: Any) -> bool:
-    return len(value) == 2 and all(_number(0.0, 1.0)(b) for b in value)
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(_number(0.0, 1.0)(b) for b in value)
+    )
 
 
 def _ns_method(value: Any) -> bool:
@@ -125,16 +133,17 @@ def to_saved(value: Any) -> Any:
     The distributed checkpoint flattens nested containers into keys of their own, and such a key
     would be missing from a checkpoint written with a plain value.
     """
-    if isinstance(value, Mapping) or (
+    nested = isinstance(value, Mapping) or (
         isinstance(value, list | tuple) and not all(isinstance(v, float) for v in value)
-    ):
-        return json.dumps(value)
-    return value
+    )
+    # A string that could be taken for JSON is written as JSON too.
+    ambiguous = isinstance(value, str) and value[:1] in _JSON_STARTS
+    return json.dumps(value) if nested or ambiguous else value
 
 
 def from_saved(value: Any) -> Any:
-    """Invert :func:`to_saved`."""
-    if isinstance(value, str) and value[:1] in ("[", "{"):
+    """Invert :func:`to_saved`; a tuple may come back as a list."""
+    if isinstance(value, str) and value[:1] in _JSON_STARTS:
         return json.loads(value)
     return value
 
@@ -150,7 +159,7 @@ ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped", "match_par
 NS_DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
 STATE_DTYPES = ("auto", "float32", "bfloat16")
 
-_COMMON = {
+COMMON_OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, "a number >= 0 or a 0-d float tensor", _lr, "learning rate"),
     "weight_decay": Option(0.1, "a number >= 0", _number(0.0), "decay, multiplied by the plain lr"),
     "maximize": Option(False, "true or false", _is_bool, "ascend instead of descend"),
@@ -163,7 +172,7 @@ _COMMON = {
 }
 
 MATRIX_OPTIONS: dict[str, Option] = {
-    **_COMMON,
+    **COMMON_OPTIONS,
     "cautious_weight_decay": Option(
         True, "true or false", _is_bool, "decay only where update and weight agree in sign"
     ),
@@ -206,7 +215,7 @@ MATRIX_OPTIONS: dict[str, Option] = {
 }
 
 ADAM_OPTIONS: dict[str, Option] = {
-    **_COMMON,
+    **COMMON_OPTIONS,
     "betas": Option((0.9, 0.95), "two numbers in [0, 1)", _betas, "EMA factors of both moments"),
     "eps": Option(1e-8, "a number >= 0", _number(0.0), "added to the root of the second moment"),
     "fused": Option(

@@ -1,7 +1,6 @@
-"""State tensors: created at construction, loaded in place, saved with plain group values."""
+"""State tensors, created at construction, and the group values that a checkpoint holds."""
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from titan_muon.optim.algorithms.base import (
     MatrixAlgorithm,
     get_algorithm,
 )
-from titan_muon.optim.options import from_saved, resolve_state_dtype, to_saved
+from titan_muon.optim.options import resolve_state_dtype, to_saved
 
-__all__ = ["check_state", "copy_state", "create_state", "copy_state", "saved_groups"]
+__all__ = ["MOMENTUM", "create_state", "saved_groups"]
 
 MOMENTUM = "momentum_buffer"
 # Keys of a group that are no options of its algorithm and yet belong to a checkpoint.
@@ -63,83 +62,3 @@ def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return result
-
-
-def check_state(
-    groups: list[dict[str, Any]],
-    live: Mapping[Tensor, dict[str, Any]],
-    saved: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    """Check a state dict against the live optimizer; touch nothing.
-
-    Args:
-        groups: Live param groups.
-        live: Live state by parameter.
-        saved: What ``state_dict()`` returned, integer keys.
-
-    Returns:
-        The saved options of each group.
-
-    Raises:
-        ValueError: Group counts or sizes differ, a state key is missing, or a shape differs.
-    """
-    saved_list = saved["param_groups"]
-    if len(saved_list) != len(groups):
-        raise ValueError(
-            f"the state dict has {len(saved_list)} param groups, the optimizer {len(groups)}; "
-            "build the optimizer with the same groups"
-        )
-    loaded = []
-    for index, (group, other) in enumerate(zip(groups, saved_list, strict=True)):
-        if len(group["params"]) != len(other["params"]):
-            raise ValueError(
-                f"param group {index} has {len(other['params'])} parameters in the state dict and "
-                f"{len(group['params'])} in the optimizer"
-            )
-        options = {k: from_saved(v) for k, v in other.items() if k not in ("params", "param_names")}
-        loaded.append(options)
-    for param, number, name in _numbered(groups, saved_list):
-        _check_param_state(name, live[param], saved["state"].get(number, {}))
-    return loaded
-
-
-def copy_state(
-    groups: list[dict[str, Any]],
-    live: Mapping[Tensor, dict[str, Any]],
-    saved: Mapping[str, Any],
-) -> None:
-    """Copy saved tensors into the live ones, so that pointers and dtypes stay.
-
-    Args:
-        groups: Live param groups.
-        live: Live state by parameter; modified in place.
-        saved: A state dict that :func:`check_state` accepted.
-    """
-    with torch.no_grad():
-        for param, number, _ in _numbered(groups, saved["param_groups"]):
-            for key, value in saved["state"].get(number, {}).items():
-                target = live[param][key]
-                target.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value))
-
-
-def _numbered(groups: list[dict[str, Any]], saved: list[dict[str, Any]]):
-    params = chain.from_iterable(g["params"] for g in groups)
-    numbers = chain.from_iterable(g["params"] for g in saved)
-    names = chain.from_iterable(g.get("param_names") or [None] * len(g["params"]) for g in groups)
-    for param, number, name in zip(params, numbers, names, strict=True):
-        yield param, number, name or f"parameter {number}"
-
-
-def _check_param_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    for key, tensor in live.items():
-        if key not in saved:
-            raise ValueError(
-                f"{name}: the state dict has no {key!r} (it has {sorted(saved) or 'nothing'}); "
-                "nothing was loaded"
-            )
-        shape = tuple(getattr(saved[key], "shape", ()))
-        if shape != tuple(tensor.shape):
-            raise ValueError(
-                f"{name}: {key!r} has shape {shape} in the state dict and {tuple(tensor.shape)} in "
-                "the optimizer; nothing was loaded"
-            )

@@ -104,22 +104,50 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
         algorithm: Instance with ``name`` (lower case), ``title`` and ``options``.
 
     Raises:
-        ValueError: The name is taken by another class or is not lower case.
-        TypeError: An option is not an :class:`Option`, or the algorithm is of neither kind.
+        ValueError: The name is taken by another class or is not lower case, an option that the
+            optimizer itself reads is missing, or a buffer's name is taken.
+        TypeError: Not an instance of either kind, ``name`` or ``title`` is missing, or an option
+            is not an :class:`Option`.
     """
+    if not isinstance(algorithm, MatrixAlgorithm | ElementwiseAlgorithm):
+        raise TypeError(
+            f"register_algorithm takes an instance of a subclass of MatrixAlgorithm or "
+            f"ElementwiseAlgorithm, got {algorithm!r}"
+        )
+    for attribute in ("name", "title"):
+        if not isinstance(getattr(algorithm, attribute, None), str):
+            raise TypeError(f"{type(algorithm).__name__}: set {attribute} to a string")
     name = algorithm.name
     if name != name.lower():
         raise ValueError(f"algorithm name {name!r} must be lower case")
-    if not isinstance(algorithm, MatrixAlgorithm | ElementwiseAlgorithm):
-        raise TypeError(f"{name}: derive from MatrixAlgorithm or ElementwiseAlgorithm")
+    _check_contract(algorithm)
+    known = _REGISTRY.get(name)
+    if known is not None and _path(known) != _path(algorithm):
+        raise ValueError(f"an algorithm named {name!r} is registered already: {_path(known)}")
+    _REGISTRY[name] = algorithm
+    return algorithm
+
+
+def _check_contract(algorithm: Algorithm) -> None:
+    name, is_matrix = algorithm.name, isinstance(algorithm, MatrixAlgorithm)
     for key, option in algorithm.options.items():
         if not isinstance(option, Option):
             raise TypeError(f"{name}: option {key!r} must be an Option, got {type(option)}")
-    known = _REGISTRY.get(name)
-    if known is not None and type(known) is not type(algorithm):
-        raise ValueError(f"an algorithm named {name!r} is registered already: {type(known)}")
-    _REGISTRY[name] = algorithm
-    return algorithm
+    needed = set(MATRIX_OPTIONS) if is_matrix else {"lr", "weight_decay"}
+    missing = sorted(needed - set(algorithm.options))
+    if missing:
+        start = "MATRIX_OPTIONS" if is_matrix else "COMMON_OPTIONS"
+        raise ValueError(
+            f"{name}: options lacks {', '.join(missing)}; write options = {{**{start}, ...}}"
+        )
+    names = [b.name for b in algorithm.buffers] if isinstance(algorithm, MatrixAlgorithm) else []
+    if "momentum_buffer" in names or len(set(names)) < len(names):
+        raise ValueError(f"{name}: buffers {names} repeat a name; momentum_buffer is taken")
+
+
+def _path(algorithm: Algorithm) -> tuple[str, str]:
+    """Name a class by its place, so that running its definition again replaces it."""
+    return type(algorithm).__module__, type(algorithm).__qualname__
 
 
 def get_algorithm(name: str) -> Algorithm:
@@ -131,7 +159,7 @@ def get_algorithm(name: str) -> Algorithm:
     algorithm = _REGISTRY.get(name.lower()) if isinstance(name, str) else None
     if algorithm is None:
         names = ", ".join(a.title for a in _REGISTRY.values())
-        hint = nearest(name, _REGISTRY) if isinstance(name, str) else ""
+        hint = nearest(name, _REGISTRY) if isinstance(name, str) else "."
         raise ValueError(f"unknown algorithm {name!r}{hint} Known: {names}.")
     return algorithm
 
@@ -149,8 +177,8 @@ def all_option_names() -> set[str]:
 def check_options(algorithm: str, options: Mapping[str, Any], *, where: str) -> None:
     """Refuse unknown options and values out of range.
 
-    An option that only another algorithm knows passes: the same configuration can be run with
-    several algorithms.
+    An option that only another algorithm knows passes, if that one allows its value: the same
+    configuration can be run with several algorithms.
 
     Args:
         algorithm: Name of the algorithm.
@@ -169,4 +197,5 @@ def check_options(algorithm: str, options: Mapping[str, Any], *, where: str) -> 
                 f"{where}: {key} is not an option of {chosen.title}{nearest(key, known)} "
                 f"Options: {allowed}."
             )
-    check_values(chosen.options, options, where=where)
+    others = {key: option for other in _REGISTRY.values() for key, option in other.options.items()}
+    check_values({**others, **chosen.options}, options, where=where)
