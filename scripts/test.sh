@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Check everything: scripts/test.sh [--all] [pytest arguments ...]
+#
+# Sets everything up on the first call, then runs ruff, pyrefly, codespell and pytest, and fails
+# if one of them does. GPU tests run where there is a GPU; --all adds the slow tests.
+#
+#   TITAN_MUON_VENV, PYTHON: virtual environment, interpreter
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+tests="not slow"
+if [ "${1:-}" = --all ]; then
+    tests=""
+    shift
+fi
+
+setup torchtitan,dev
+cd "$ROOT"
+if [ "$(count_gpus)" -eq 0 ]; then
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    tests="${tests:+$tests and }not gpu"
+fi
+
+failed=()
+check() {
+    echo "== $*"
+    "$@" || failed+=("$1 ${2:-}")
+}
+check ruff check .
+check ruff format --check .
+check pyrefly check
+check codespell titan_muon tests scripts configs train_configs README.md
+check python -m pytest -m "$tests" "$@"
+
+if [ ${#failed[@]} -gt 0 ]; then
+    printf 'failed: %s\n' "${failed[@]}" >&2
+    exit 1
+fi
