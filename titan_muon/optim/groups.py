@@ -47,6 +47,8 @@ def complete_group(
     for key, option in chosen.options.items():
         complete[key] = explicit.get(key, given.get(key, option.default))
     check_values(chosen.options, complete, where=where)
+    if complete.get("fused") and complete.get("foreach"):
+        raise ValueError(f"{where}: fused and foreach exclude each other; set one of them to true.")
     if "betas" in complete:
         complete["betas"] = tuple(float(beta) for beta in complete["betas"])
     if chosen.is_matrix:

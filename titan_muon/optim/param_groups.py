@@ -1,4 +1,4 @@
-"""Which parameter goes to which algorithm: by module type first, by name second."""
+"""Which parameter goes to which algorithm: the default routing, exceptions, and torch's groups."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,18 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from titan_muon.optim.algorithms import get_algorithm
+from titan_muon.optim.routing import Owner, default_route
 
 __all__ = ["Assignment", "Rule", "assign", "canonical_name", "param_groups", "to_groups"]
 
-# Segments that wrappers put into names: activation checkpointing, torch.compile.
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-_HEADS = ("lm_head", "output", "head", "unembed", "unembedding")
-_EMBEDDINGS = ("embed", "embedding", "embeddings", "tok_embeddings", "embed_tokens", "wte", "wpe")
-_NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, _BatchNorm)
+# Segments that wrappers put into names: activation checkpointing, torch.compile, FSDP1.
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 
 @dataclass(frozen=True)
@@ -79,13 +75,23 @@ def assign(
         splits: ``split`` option of fused weights by canonical name.
 
     Returns:
-        Assignments in the order of ``named_parameters``.
+        Assignments in the order of ``named_parameters``. A tied parameter has one; a rule or a
+        split applies to it under any of its names.
+
+    Raises:
+        ValueError: Unknown algorithm, or a pattern that is no regular expression.
+        TypeError: ``model`` is no module.
     """
-    compiled = [(rule, re.compile(rule.pattern)) for rule in rules]
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"routing needs the nn.Module itself, for its names, got {type(model).__name__}"
+        )
+    compiled = [(rule, _compile(rule.pattern)) for rule in rules]
     result = []
     for name, param, owners in _owned_parameters(model):
-        reason, extra = _default_route(name, param, owners)
-        rule = next((r for r, pattern in compiled if pattern.search(name)), None)
+        reason, extra = default_route(param, owners)
+        names = [full for _, full in owners]
+        rule = next((r for r, p in compiled if any(p.search(n) for n in names)), None)
         if rule is not None:
             algorithm, options, why = rule.algorithm, rule.options, f"pattern {rule.pattern!r}"
         elif reason is None:
@@ -93,8 +99,8 @@ def assign(
         else:
             (algorithm, options), why = rest, reason
         if get_algorithm(algorithm).is_matrix:
-            if splits and name in splits:
-                extra = {**extra, "split": splits[name]}
+            for known in (n for n in names if splits and n in splits):
+                extra = {**extra, "split": splits[known]}
             options = {**extra, **options}
         pattern = None if rule is None else rule.pattern
         canonical = get_algorithm(algorithm).name
@@ -125,8 +131,9 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return the param groups of a model: hidden matrices to ``algorithm``, the others to ``rest``.
 
-    Embeddings, the output head (tied or not), norms, biases, other 0-D and 1-D parameters,
-    depthwise convolutions and LoRA factors are the rest; convolutions are flattened.
+    Embeddings, learned tokens and positions, the output head (tied or not), norms, biases, other
+    0-D and 1-D parameters, matrices of one row or one column, depthwise convolutions and LoRA
+    factors are the rest; other convolutions, patch embeddings included, are flattened.
 
     Args:
         model: Any module, before or after ``fully_shard``. Not modified.
@@ -138,7 +145,9 @@ def param_groups(
         Groups for :class:`titan_muon.Muon`, without options except those of the rules.
 
     Raises:
-        ValueError: Unknown algorithm, or a rule that matches no parameter.
+        ValueError: Unknown algorithm, a pattern that is no regular expression, or one that decides
+            on no parameter.
+        TypeError: ``model`` is no module.
     """
     assignments = assign(model, (algorithm, {}), (rest, {}), rules=rules)
     matched = {item.pattern for item in assignments}
@@ -151,12 +160,9 @@ def param_groups(
     return to_groups(assignments)
 
 
-_Owner = tuple[nn.Module, str]
-
-
-def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, list[_Owner]]]:
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, list[Owner]]]:
     """Yield name, parameter, and every (module, full name) that holds it, tied ones once."""
-    owners: dict[int, list[_Owner]] = {}
+    owners: dict[int, list[Owner]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             full = canonical_name(f"{prefix}.{name}" if prefix else name)
@@ -166,38 +172,8 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, list[_Own
             yield canonical_name(name), param, owners[id(param)]
 
 
-def _default_route(
-    name: str, param: Tensor, owners: Sequence[_Owner]
-) -> tuple[str | None, dict[str, Any]]:
-    """Return why a parameter is no hidden matrix (None if it is one), and options it needs."""
-    by_module = [_by_module(module) for module, _ in owners]
-    by_name = [_by_name(full) for _, full in owners]
-    reason = next((r for r in (*by_module, *by_name) if r), None)
-    if reason is None and param.ndim < 2:
-        reason = f"{param.ndim}-D"
-    convolution = any(isinstance(module, _ConvNd) for module, _ in owners)
-    return reason, {"flatten": True} if convolution else {}
-
-
-def _by_module(module: nn.Module) -> str | None:
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return "embedding"
-    if isinstance(module, _NORM_TYPES) or "Norm" in type(module).__name__:
-        return "norm"
-    if isinstance(module, _ConvNd) and module.groups > 1 and module.groups == module.in_channels:
-        return "depthwise convolution"
-    return None
-
-
-def _by_name(name: str) -> str | None:
-    *modules, leaf = name.lower().split(".")
-    owner = modules[-1] if modules else ""
-    if any("bias" in part.split("_") for part in name.lower().split(".")):
-        return "bias"
-    if owner in _HEADS and len(modules) <= 2 or leaf in _HEADS:
-        return "output head"
-    if owner in _EMBEDDINGS or leaf in _EMBEDDINGS:
-        return "embedding"
-    if leaf.startswith("lora_") or owner.startswith("lora_"):
-        return "LoRA factor"
-    return None
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
