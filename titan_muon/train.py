@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,7 @@ def _parse_or_exit(args: Sequence[str] | None) -> "Trainer.Config":
 
 
 @contextlib.contextmanager
-def _one_voice() -> Iterator[None]:
+def _one_voice() -> Generator[None]:
     """Let the first rank of a host say what all of them would say.
 
     torchrun ends the other ranks when one has failed, so they wait before they speak.

@@ -196,7 +196,9 @@ def _leaves(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
     """Yield dotted names and values, down to where no old key can lie."""
     for key, value in raw.items():
         name = prefix + key
-        inside = any(old.startswith(f"{name}.") for old in (*MOVED, *GONE))
+        known = (*MOVED, *GONE)
+        whole = any(old.endswith(".*") and name.startswith(old[:-1]) for old in known)
+        inside = whole or any(old.startswith(f"{name}.") for old in known)
         if isinstance(value, dict) and inside:
             yield from _leaves(value, f"{name}.")
         else:
@@ -210,7 +212,17 @@ def _put(table: dict[str, Any], name: str, value: Any, place: Place) -> None:
         if not isinstance(inner, dict):
             raise place.refused(parent, inner, f"a table, [{parent}]")
         table = inner
-    table[key] = value
+    _join(table, key, value)
+
+
+def _join(table: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key; a table joins what is there already, since moved keys may have come first."""
+    if isinstance(value, dict):
+        inner = table.setdefault(key, {})
+        for name, item in value.items():
+            _join(inner, name, item)
+    else:
+        table[key] = value
 
 
 def _has(raw: Mapping[str, Any], name: str) -> bool:

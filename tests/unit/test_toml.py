@@ -1,0 +1,688 @@
+"""Train config files: every kind of mistake has its one message, and older files still load."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan")
+
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+
+from titan_muon.integration.config import OptimizerConfig
+from titan_muon.integration.toml import Selection, load_train_config
+from titan_muon.integration.toml_legacy import GONE, MOVED
+from titan_muon.integration.toml_optimizer import build_optimizer, recipe_names
+from titan_muon.integration.toml_place import ConfigError
+
+MODEL = '[model]\nname = "llama3"\nflavor = "debugmodel"\n'
+
+
+def load(tmp_path: Path, text: str, model: str = MODEL):
+    """Return config and notes of a file with this text; top-level keys must come in ``text``."""
+    path = tmp_path / "x.toml"
+    path.write_text(text + "\n" + model)
+    return load_train_config(Selection(file=str(path)))
+
+
+def table(name: str, *lines: str) -> str:
+    return "\n".join([f"[{name}]", *lines])
+
+
+# What is written -> parts of the message, besides the file's name.
+WRONG = {
+    "unknown table": (table("trainig", "steps = 1"), "[trainig]", "'training'", "parallelism"),
+    "unknown nested table": (
+        table("validator.dataloder", "dataset = 'c4'"),
+        "[validator.dataloder]",
+        "'dataloader'",
+        "freq",
+    ),
+    "unknown top-level key": ("dump_foldr = 'x'", "dump_foldr is not a key", "'dump_folder'"),
+    "model_spec": (table("model_spec", "name = 'x'"), "[model_spec]", "model"),
+    "unknown key": (table("training", "stepz = 1"), "[training] stepz", "'steps'", "seq_len"),
+    "unknown key far from all": (table("compile", "xyzzy = 1"), "[compile] xyzzy", "backend"),
+    "table is a number": ("training = 5", "training = 5", "[training]"),
+    "int is a string": (table("training", 'steps = "10"'), '[training] steps = "10"', "an integer"),
+    "int is a float": (table("training", "steps = 1.5"), "steps = 1.5", "an integer", "a float"),
+    "int is a boolean": (table("training", "steps = true"), "steps = true", "an integer"),
+    "int is a date": (table("training", "steps = 2024-01-01"), "an integer", "a date"),
+    "float is a string": (
+        table("lr_scheduler", 'min_lr_factor = "0.1"'),
+        "[lr_scheduler] min_lr_factor",
+        "a number",
+        "a string",
+    ),
+    "boolean is an integer": (
+        table("compile", "enable = 1"),
+        "[compile] enable = 1",
+        "true or false",
+    ),
+    "string is a number": (table("dataloader", "dataset = 4"), "dataset = 4", "a string"),
+    "optional is of another type": (
+        table("lr_scheduler", 'decay_ratio = "big"'),
+        'decay_ratio = "big"',
+        "a number",
+    ),
+    "union of numbers is a string": (table("training", 'max_norm = "1"'), "max_norm", "a number"),
+    "literal": (
+        table("training", 'dtype = "bfloat"'),
+        '[training] dtype = "bfloat"',
+        '"bfloat16", "float32"',
+        "'bfloat16'",
+    ),
+    "literal with one value": (
+        table("training", 'mixed_precision_reduce = "bfloat16"'),
+        'must be "float32"',
+    ),
+    "list is a string": (table("compile", 'components = "model"'), "components", "an array"),
+    "list item": (table("compile", "components = ['model', 3]"), "components[1] = 3", "a string"),
+    "nested list item": (
+        table("parallelism", "module_fqns_per_model_part = [['a'], 'b']"),
+        "module_fqns_per_model_part[1]",
+        "an array",
+    ),
+    "python object": (
+        table("profiler", "trace_post_processor = 'f'"),
+        "[profiler] trace_post_processor",
+    ),
+    "activation checkpointing mode": (
+        table("activation_checkpoint", 'mode = "selectiv"'),
+        '[activation_checkpoint] mode = "selectiv"',
+        '"selective", "full", "memory-budget", "none"',
+        "'selective'",
+    ),
+    "activation checkpointing key": (
+        table("activation_checkpoint", 'mode = "full"', "memory_budgt = 0.5"),
+        "[activation_checkpoint] memory_budgt",
+        "'memory_budget'",
+    ),
+    "activation checkpointing is a string": (
+        'activation_checkpoint = "full"',
+        "activation_checkpoint",
+        "[activation_checkpoint]",
+    ),
+    "optimizer name": (
+        table("optimizer", 'name = "Muom"'),
+        "[optimizer] name",
+        "'Muom'",
+        "'muon'",
+        "Muon, NorMuon, AdamW, Adam",
+    ),
+    "optimizer name of another type": (table("optimizer", "name = 3"), "name = 3", "a string"),
+    "optimizer is a string": ('optimizer = "Muon"', "[optimizer]", "a table"),
+    "optimizer option": (
+        table("optimizer", 'name = "Muon"', "momentun = 0.9"),
+        "[optimizer] momentun is not an option of Muon",
+        "'momentum'",
+        "adjust_lr_fn",
+    ),
+    "optimizer option type": (table("optimizer", 'lr = "3e-4"'), 'lr = "3e-4"', "a number"),
+    "optimizer option range": (
+        table("optimizer", "momentum = 1.5"),
+        "[optimizer]: momentum = 1.5",
+        "[0, 1)",
+    ),
+    "optimizer option choice": (
+        table("optimizer", 'adjust_lr_fn = "rms"'),
+        "adjust_lr_fn = 'rms'",
+        "match_rms_adamw",
+    ),
+    "schedule": (table("optimizer", 'ns_method = "polar"'), "'polar'", "polar_express"),
+    "steps outside the schedule": (table("optimizer", "ns_steps = 9"), "ns_steps", "1..5", "9"),
+    "betas": (table("optimizer.adamw", "betas = [0.9]"), "[optimizer.adamw] betas", "array of 2"),
+    "adamw option": (
+        table("optimizer.adamw", "momentum = 0.9"),
+        "[optimizer.adamw] momentum",
+        "weight_decay",
+    ),
+    "adamw option range": (table("optimizer.adamw", "eps = -1.0"), "[optimizer.adamw]: eps = -1.0"),
+    "table in optimizer": (table("optimizer.adam", "lr = 1.0"), "[optimizer.adam]", "'adamw'"),
+    "third-party option": (
+        table("optimizer.options", "rank = 3"),
+        "[optimizer]: rank is not an option of Muon",
+    ),
+    "imports": (table("optimizer", "imports = ['no_such_pkg']"), "imports", "'no_such_pkg'"),
+    "recipe": (table("optimizer", 'recipe = "moun"'), '"moun" is not a recipe', "'muon'", "adamw"),
+    "recipe path": (table("optimizer", 'recipe = "./r.toml"'), "r.toml: no such file"),
+    "group without name": (
+        table("[optimizer.param_groups]", "pattern = 'wo'"),
+        "[optimizer.param_groups.0] has no name",
+    ),
+    "group without pattern": (
+        table("[optimizer.param_groups]", "name = 'AdamW'"),
+        "[optimizer.param_groups.0] has no pattern",
+    ),
+    "group name": (
+        table("[optimizer.param_groups]", "pattern = 'wo'", "name = 'AdmaW'"),
+        "[optimizer.param_groups.0] name",
+        "'AdmaW'",
+        "'adamw'",
+    ),
+    "group pattern": (
+        table("[optimizer.param_groups]", "pattern = 'wo('", "name = 'AdamW'"),
+        "[optimizer.param_groups.0]",
+        "'wo('",
+        "regular expression",
+    ),
+    "group option": (
+        table("[optimizer.param_groups]", "pattern = 'wo'", "name = 'AdamW'", "bettas = [0, 0]"),
+        "[optimizer.param_groups.0]: bettas is not an option of AdamW",
+        "'betas'",
+    ),
+    "group option range": (
+        table("[optimizer.param_groups]", "pattern = 'wo'", "name = 'Muon'", "ns_steps = 6"),
+        "[optimizer.param_groups.0]",
+        "1..5",
+    ),
+    "groups are a table": (
+        table("optimizer.param_groups", "pattern = 'wo'"),
+        "[[optimizer.param_groups]]",
+    ),
+    "DistMuon's factory arguments": (
+        table("optimizer.optimizer_factory_kwargs_by_name.DistMuon", "x = 1"),
+        "optimizer_factory_kwargs_by_name",
+    ),
+    "old and new name": (
+        table("training", "dataset = 'c4'") + "\n" + table("dataloader", "dataset = 'c4'"),
+        "[training] dataset",
+        "[dataloader] dataset",
+        "keep one",
+    ),
+    "two old names": (
+        table("validation", "enable = true", "enabled = true"),
+        "[validation] enable",
+        "[validation] enabled",
+    ),
+    "type under an old name": (
+        table("training", "dataset = 4"),
+        "[dataloader] dataset (written as [training] dataset) = 4",
+        "a string",
+    ),
+    "broken TOML": ("steps = = 1", "not valid TOML", "line 1"),
+    "key twice": ("a = 1\na = 2", "not valid TOML", "line 2"),
+}
+
+
+@pytest.mark.parametrize(("text", "parts"), [(w[0], w[1:]) for w in WRONG.values()], ids=WRONG)
+def test_one_message(tmp_path, text, parts):
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, text)
+    message = str(raised.value)
+    for part in ("x.toml" if "r.toml" not in text else "r.toml", *parts):
+        assert part in message
+    assert "\n" not in message
+
+
+WRONG_MODEL = {
+    "no table": ("", "[model] is missing", "--module"),
+    "no name": ("[model]\nflavor = '8B'", "[model] is missing", "llama3"),
+    "no flavor": ("[model]\nname = 'llama3'", "[model] flavor is missing", "llama3_8b"),
+    "name": ("[model]\nname = 'lama3'\nflavor = '8B'", '"lama3"', "'llama3'", "deepseek_v3"),
+    "flavor": (
+        "[model]\nname = 'llama3'\nflavor = '7B'",
+        '[model] flavor = "7B" is not a flavor of "llama3"',
+        "'llama3_70b'",
+        "llama3_405b",
+    ),
+    "config": (
+        "[model]\nname = 'llama3'\nconfig = 'llama3_debug'",
+        '"llama3_debug" is not a config function',
+        "'llama3_debugmodel'",
+    ),
+    "config that is imported there": (
+        "[model]\nname = 'llama3'\nconfig = 'default_adamw'",
+        '"default_adamw" is not a config function',
+    ),
+    "flavor and config": ("[model]\nname = 'llama3'\nflavor = '8B'\nconfig = 'x'", "keep one"),
+    "unknown key": ("[model]\nname = 'llama3'\nflavour = '8B'", "flavour", "'flavor'"),
+    "type": ("[model]\nname = 3", "[model] name = 3", "a string"),
+    "table is a string": ("model = 'llama3'", "model", "[model]"),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"), [(w[0], w[1:]) for w in WRONG_MODEL.values()], ids=WRONG_MODEL
+)
+def test_one_message_about_the_model(tmp_path, model, parts):
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, "", model)
+    for part in ("x.toml", *parts):
+        assert part in str(raised.value)
+
+
+def test_a_broken_module_is_named_with_its_reason(tmp_path, monkeypatch):
+    (tmp_path / "broken_model.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="broken_model.*not_installed_anywhere"):
+        load(tmp_path, "", "[model]\nname = 'broken_model'\nconfig = 'x'")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "muon.toml").touch()
+    with pytest.raises(ConfigError, match=r"moun\.toml: no such file, did you mean 'muon\.toml'"):
+        load_train_config(Selection(file=str(tmp_path / "moun.toml")))
+    with pytest.raises(ConfigError, match="there is no folder"):
+        load_train_config(Selection(file=str(tmp_path / "none" / "x.toml")))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_train_config(Selection(file=str(tmp_path)))
+    (tmp_path / "latin.toml").write_bytes(b"# \xe9\n")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_train_config(Selection(file=str(tmp_path / "latin.toml")))
+
+
+def test_values_of_every_kind_arrive(tmp_path):
+    text = """
+dump_folder = "there"
+[training]
+steps = 7
+max_norm = 2
+dtype = "bfloat16"
+[lr_scheduler]
+decay_ratio = "None"
+min_lr_factor = 1
+[parallelism]
+module_fqns_per_model_part = [["a", "b"], ["c"]]
+context_parallel_load_balancer = "None"
+[profiler]
+profiler_repeat = 3
+[loss]
+num_chunks = 2
+[validator]
+enable = true
+[validator.dataloader]
+dataset = "c4"
+[override]
+imports = ["a.b", ["c.d", { lr = 1.0 }]]
+"""
+    config, notes = load(tmp_path, text)
+    assert config.dump_folder == "there"
+    assert config.training.steps == 7
+    assert config.training.max_norm == 2
+    assert type(config.training.max_norm) is int
+    assert config.training.dtype == "bfloat16"
+    # The registry function says 0.8 and "headtail".
+    assert config.lr_scheduler.decay_ratio is None
+    assert config.parallelism.context_parallel_load_balancer is None
+    assert type(config.lr_scheduler.min_lr_factor) is float
+    assert config.parallelism.module_fqns_per_model_part == [["a", "b"], ["c"]]
+    assert config.profiler.profiler_repeat == 3
+    assert config.loss.num_chunks == 2
+    assert config.loss.loss_fn.global_vocab_size == 2048
+    assert config.validator.enable
+    assert config.validator.dataloader.dataset == "c4"
+    assert config.validator.dataloader.infinite is False
+    assert config.override.imports == ["a.b", ("c.d", {"lr": 1.0})]
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "cls"),
+    [
+        ("full", FullAC.Config),
+        ("memory-budget", MemoryBudgetAC.Config),
+        ("memory_budget", MemoryBudgetAC.Config),
+        ("None", type(None)),
+        ("selective", SelectiveAC.Config),
+    ],
+)
+def test_activation_checkpoint_mode(tmp_path, mode, cls):
+    config, _ = load(tmp_path, table("activation_checkpoint", f"mode = '{mode}'"))
+    assert type(config.activation_checkpoint) is cls
+
+
+def test_activation_checkpoint_keys(tmp_path):
+    text = table("activation_checkpoint", "mode = 'full'", "debug = true", "memory_budget = 0.3")
+    config, notes = load(tmp_path, text)
+    assert config.activation_checkpoint == FullAC.Config(debug=True)
+    assert len(notes) == 1
+    assert re.search(r'\[activation_checkpoint\] memory_budget has no effect.*"full"', notes[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "function"),
+    [
+        ("llama3", "8B", "llama3_8b"),
+        ("llama3", "debugmodel", "llama3_debugmodel"),
+        ("llama3", "debugmodel_ce_loss", "llama3_debugmodel_ce_loss"),
+        ("qwen3", "0.6B", "qwen3_0_6b"),
+        ("deepseek_v3", "16B", "deepseek_v3_16b"),
+        ("torchtitan.models.llama3", "8b", "llama3_8b"),
+    ],
+)
+def test_flavors(name, flavor, function):
+    from titan_muon.integration.toml_model import registry_function
+    from titan_muon.integration.toml_place import Place
+
+    found = registry_function({}, {"name": name, "flavor": flavor}, Place("x.toml"))
+    assert found.__name__ == function
+
+
+def test_flavor_by_config_function(tmp_path):
+    model = "[model]\nname = 'llama3'\nconfig = 'llama3_debugmodel_ce_loss'\n"
+    config, _ = load(tmp_path, "", model)
+    assert type(config.loss).__qualname__ == "CrossEntropyLoss.Config"
+
+
+@pytest.mark.parametrize("name", ["muon", "MUON", "NorMuon", "normuon", "adamW", "ADAM"])
+def test_names_in_any_letter_case_choose_their_recipe(tmp_path, name):
+    config, _ = load(tmp_path, table("optimizer", f"name = '{name}'"))
+    assert isinstance(config.optimizer, OptimizerConfig)
+    assert config.optimizer.name.lower() == name.lower()
+    muon_family = "muon" in name.lower()
+    assert config.optimizer.adjust_lr_fn == ("match_rms_adamw" if muon_family else None)
+    assert config.optimizer.lr == 3e-4
+
+
+def test_without_optimizer_table_the_model_keeps_its_own(tmp_path):
+    config, _ = load(tmp_path, "")
+    assert config.optimizer.param_groups[0].optimizer_name == "AdamW"
+
+
+def test_optimizer_table_replaces_the_groups_of_the_model(tmp_path):
+    text = """
+[optimizer]
+split = [256, 256, 256]
+ns_method = [[3.0, -4.0, 2.0], [2.0, -1.5, 0.5]]
+[optimizer.adamw]
+betas = [0.8, 0.9]
+[[optimizer.param_groups]]
+pattern = 'layers\\.0\\.'
+name = "adamw"
+lr = 1e-4
+[[optimizer.param_groups]]
+pattern = "w1"
+name = "NorMuon"
+split = { kind = "blocks", rows = 64 }
+"""
+    optimizer = load(tmp_path, text)[0].optimizer
+    assert optimizer.name == "Muon"
+    assert optimizer.split == [256, 256, 256]
+    assert optimizer.ns_method == [[3.0, -4.0, 2.0], [2.0, -1.5, 0.5]]
+    assert optimizer.adamw.betas == (0.8, 0.9)
+    first, second = optimizer.param_groups
+    assert (first.pattern, first.optimizer_name) == (r"layers\.0\.", "AdamW")
+    assert first.optimizer_kwargs == {"lr": 1e-4}
+    assert second.optimizer_kwargs == {"split": {"kind": "blocks", "rows": 64}}
+
+
+def test_recipe_beside_the_file_and_none(tmp_path):
+    recipe = "[optimizer]\nname = 'NorMuon'\nlr = 0.5\n[optimizer.adamw]\nlr = 0.25\n"
+    (tmp_path / "mine.toml").write_text(recipe)
+    text = table("optimizer", "recipe = 'mine.toml'", "momentum = 0.5")
+    optimizer = load(tmp_path, text)[0].optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.adamw.lr) == ("NorMuon", 0.5, 0.25)
+    assert optimizer.momentum == 0.5
+    assert optimizer.adjust_lr_fn is None
+    assert load(tmp_path, table("optimizer", "recipe = 'none'"))[0].optimizer.lr is None
+    assert load(tmp_path, table("optimizer", "recipe = 'AdamW'"))[0].optimizer.name == "AdamW"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parts"),
+    [
+        ("[training]\nsteps = 1", ("[training]", "optimizer")),
+        ("", ("[optimizer]", "none")),
+        ("[optimizer]\nrecipe = 'muon'", ("another",)),
+        ("[optimizer]\nname = 'Moon'", ("name", "'Moon'")),
+        ("[optimizer]\nlrr = 1.0", ("lrr", "'lr'")),
+        ("[optimizer]\nlr = -1.0", ("lr = -1.0",)),
+    ],
+)
+def test_mistakes_in_a_recipe_name_the_recipe(tmp_path, recipe, parts):
+    (tmp_path / "r.toml").write_text(recipe)
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, table("optimizer", "recipe = './r.toml'"))
+    for part in ("r.toml", *parts):
+        assert part in str(raised.value)
+    assert "x.toml" not in str(raised.value)
+
+
+def test_every_recipe_loads():
+    from titan_muon.integration.toml_optimizer import OptimizerRequest
+    from titan_muon.integration.toml_place import Place
+
+    assert recipe_names() == ["adam", "adamw", "muon", "normuon"]
+    for recipe in recipe_names():
+        request = OptimizerRequest(recipe=recipe)
+        config = build_optimizer(request, None, Place("x.toml", "optimizer"))
+        assert config.name.lower() == recipe
+
+
+# Three generations of torchtitan's own files.
+OLDEST = """
+[job]
+dump_folder = "here"
+description = "a test"
+[profiling]
+run_profiler = true
+profile_every_x_iter = 5
+[model]
+name = "llama3"
+flavor = "debugmodel"
+norm_type = "rmsnorm"
+tokenizer_path = "./assets/tokenizer/original/tokenizer.model"
+[optimizer]
+name = "AdamW"
+lr = 4e-4
+fused = false
+[training]
+batch_size = 3
+warmup_steps = 9
+data_parallel_degree = 4
+tensor_parallel_degree = 2
+compile = true
+checkpoint_interval = 11
+checkpoint_interval_type = "steps"
+dataset = "c4"
+seed = 5
+[experimental]
+pipeline_parallel_degree = 2
+pipeline_parallel_split_points = ["layers.3"]
+[float8]
+enable_float8_linear = false
+"""
+
+MIDDLE = """
+[job]
+print_args = true
+use_for_integration_test = true
+[profiling]
+enable_profiling = true
+profile_freq = 8
+[metrics]
+log_freq = 2
+[model]
+name = "llama3"
+flavor = "debugmodel"
+converters = "float8"
+[optimizer]
+name = "adamw"
+lr = 1e-3
+eps = 1e-7
+beta1 = 0.8
+beta2 = 0.9
+implementation = "foreach"
+early_step_in_backward = false
+[lr_scheduler]
+warmup_steps = 2
+lr_min = 0.2
+[training]
+local_batch_size = 5
+deterministic = true
+[parallelism]
+fsdp_reshard_after_forward = "never"
+enable_async_tensor_parallel = false
+disable_loss_parallel = true
+[checkpoint]
+enable_checkpoint = true
+model_weights_only = false
+[activation_checkpoint]
+mode = "full"
+selective_ac_option = "2"
+per_op_sac_force_recompute_mm_shapes_by_fqns = ["moe.router.gate"]
+[mx]
+recipe_name = "mxfp8"
+filter_fqns = ["output"]
+[memory_estimation]
+enabled = false
+"""
+
+NEWEST = """
+[job]
+save_config_file = "config.json"
+[model]
+name = "llama3"
+flavor = "debugmodel"
+hf_assets_path = "./assets/hf"
+converters = ["quantize.linear.float8"]
+[optimizer]
+name = "Muon"
+lr = 0.02
+beta1 = 0.85
+[training.dataloader]
+num_workers = 2
+[compile]
+enable = true
+[quantize.linear.float8]
+emulate = true
+[quantize.grouped_mm.mx]
+fqns = []
+[fault_tolerance]
+enable = false
+[validation]
+enable = true
+dataset = "c4_validation"
+steps = 6
+seq_len = 128
+[validation.dataloader]
+pin_memory = true
+[debug]
+seed = 3
+"""
+
+
+def old(tmp_path, text):
+    path = tmp_path / "old.toml"
+    path.write_text(text)
+    config, notes = load_train_config(Selection(file=str(path)))
+    assert all(note.startswith(f"{path}: ") and note.endswith(".") for note in notes)
+    return config, [note.removeprefix(f"{path}: ") for note in notes]
+
+
+def test_oldest_files(tmp_path):
+    config, notes = old(tmp_path, OLDEST)
+    assert config.dump_folder == "here"
+    assert config.hf_assets_path == "assets/tokenizer/original"
+    assert config.profiler.enable_profiling
+    assert config.profiler.profile_freq == 5
+    assert config.optimizer.implementation == "foreach"
+    assert config.training.local_batch_size == 3
+    assert config.lr_scheduler.warmup_steps == 9
+    assert config.parallelism.data_parallel_shard_degree == 4
+    assert config.parallelism.tensor_parallel_degree == 2
+    assert config.parallelism.pipeline_parallel_degree == 2
+    assert config.compile.enable
+    assert config.checkpoint.interval == 11
+    assert config.dataloader.dataset == "c4"
+    assert config.debug.seed == 5
+    assert sum("is read as" in note for note in notes) == 14
+    gone = [note for note in notes if "gone in torchtitan 0.3.0" in note]
+    for name in (
+        "[job] description is",
+        "[model] norm_type is",
+        "[training] checkpoint_interval_type is",
+        "[experimental] pipeline_parallel_split_points is",
+        "[float8] enable_float8_linear is",
+    ):
+        assert sum(note.startswith(name) for note in gone) == 1
+    assert len(gone) == 5
+
+
+def test_files_of_the_middle_years(tmp_path):
+    config, notes = old(tmp_path, MIDDLE)
+    assert config.debug.print_config
+    assert config.debug.deterministic
+    assert config.profiler.enable_profiling
+    assert config.profiler.profile_freq == 8
+    assert config.optimizer.matrix_spec() == (
+        "adamw",
+        {
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "betas": (0.8, 0.9),
+            "eps": 1e-7,
+            "fused": False,
+            "foreach": True,
+        },
+    )
+    assert config.lr_scheduler.min_lr_factor == 0.2
+    assert config.parallelism.fsdp_reshard_after_forward == "never"
+    assert config.checkpoint.enable
+    assert config.checkpoint.last_save_model_only is False
+    assert config.activation_checkpoint == FullAC.Config()
+    text = "\n".join(notes)
+    assert "[optimizer] beta1 and beta2: read as [optimizer] betas." in text
+    assert "has no effect with mode" in text
+    for name in (
+        "[job] use_for_integration_test is",
+        "[model] converters is",
+        "[optimizer] early_step_in_backward is",
+        "[parallelism] disable_loss_parallel is",
+        "[activation_checkpoint] selective_ac_option is",
+        "[mx] recipe_name, filter_fqns are",
+        "[memory_estimation] enabled is",
+    ):
+        assert text.count(f"{name} gone") == 1
+    assert text.count("gone in torchtitan") == 7
+
+
+def test_newest_files(tmp_path):
+    config, notes = old(tmp_path, NEWEST)
+    assert config.debug.save_config_file == "config.json"
+    assert config.hf_assets_path == "./assets/hf"
+    assert config.dataloader.num_workers == 2
+    assert config.optimizer.adamw.betas == (0.85, 0.95)
+    assert config.optimizer.beta2 is None
+    assert config.validator.enable
+    assert config.validator.steps == 6
+    assert config.validator.dataloader.dataset == "c4_validation"
+    assert config.validator.dataloader.pin_memory
+    text = "\n".join(notes)
+    assert "[quantize] linear.float8.emulate, grouped_mm.mx.fqns are gone" in text
+    assert "[validation] seq_len is gone" in text
+    assert "[fault_tolerance] enable is gone" in text
+
+
+def test_every_old_name_leads_to_a_field_that_exists():
+    """The right side of the table is checked against torchtitan, not against itself."""
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    from titan_muon.integration.toml_check import field_types
+
+    config = llama3_debugmodel()
+    for new in {name for name in MOVED.values() if not name.endswith(".*")}:
+        node = config
+        *parents, key = new.split(".")
+        for parent in parents:
+            node = getattr(node, parent)
+        assert key in field_types(node), new
+
+
+@pytest.mark.parametrize("name", sorted(n for n in (*MOVED, *GONE) if not n.endswith("*")))
+def test_no_old_name_hides_a_field_of_today(name):
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    from titan_muon.integration.toml_check import field_types
+
+    node = llama3_debugmodel()
+    *parents, key = name.split(".")
+    for parent in parents:
+        node = getattr(node, parent, None)
+    assert node is None or key not in field_types(node)
+
+
+def test_old_file_without_a_place_for_a_table(tmp_path):
+    with pytest.raises(ConfigError, match=r"\[experimental\] is not a table"):
+        load(tmp_path, table("experimental", "unheard_of = 1"))
+    load(tmp_path, "[job]\n[experimental]\n")
