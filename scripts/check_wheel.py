@@ -45,6 +45,5 @@ if __name__ == "__main__":
     check_environment()
     check_import()
     check_step()
-    print(
-        f"wheel: titan_muon {titan_muon.__version__} imports and steps on torch {torch.__version__} alone"
-    )
+    version, torch_version = titan_muon.__version__, torch.__version__
+    print(f"wheel: titan_muon {version} imports and steps with torch {torch_version} alone")
