@@ -175,6 +175,13 @@ def _today(token: str, name: str, flag: str, notes: list[str]) -> str:
 def _check_optimizer(config: Any) -> None:
     from titan_muon.integration.config import OptimizerConfig
 
+    for entry in config.override.imports:
+        target, options = (entry, {}) if isinstance(entry, str) else entry
+        if target == "titan_muon.integration.override.muon":
+            from titan_muon.integration.override import muon
+
+            # torchtitan applies it when process groups and models exist; a mistake ends here.
+            muon(config.optimizer, **options)
     if not isinstance(config.optimizer, OptimizerConfig):
         return
     try:
