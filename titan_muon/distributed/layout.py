@@ -8,7 +8,7 @@ order in which they lie in the local tensor. A strided shard holds several inter
 
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
@@ -52,13 +52,23 @@ class Layout:
     ranks: tuple[int, ...] = (0,)
     cuts: tuple[Cut, ...] = ()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank of the mesh holds the whole tensor."""
-        return all(
-            cut.dim is None or size == 1
-            for cut, size in zip(self.cuts, self.mesh_shape, strict=True)
-        )
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.mesh_shape, self.ranks, self.cuts))
+
+    def __hash__(self) -> int:
+        """Hash once: a mesh can have thousands of ranks, and layouts are cache keys."""
+        return self._hash
+
+    def by_row(self, shape: tuple[int, ...]) -> "Layout":
+        """Return the layout of a buffer with one value a row: axes that cut columns replicate.
+
+        Args:
+            shape: Shape of the buffer; its last dim is 1.
+        """
+        last = len(shape) - 1
+        cuts = tuple(c if c.dim is not None and c.dim < last else Cut(None) for c in self.cuts)
+        return Layout(shape, self.mesh_shape, self.ranks, cuts)
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
@@ -83,7 +93,11 @@ def layout_of(tensor: Tensor, name: str = "tensor") -> Layout:
     mesh = tensor.device_mesh
     cuts = tuple(_cut(placement, name, shape) for placement in tensor.placements)
     ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
-    return Layout(shape, tuple(mesh.shape), ranks, cuts)
+    return Layout(shape, tuple(mesh.shape), _INTERNED.setdefault(ranks, ranks), cuts)
+
+
+# One tuple for each mesh, so that comparing layouts compares identities.
+_INTERNED: dict[tuple[int, ...], tuple[int, ...]] = {}
 
 
 def _cut(placement: Any, name: str, shape: tuple[int, ...]) -> Cut:

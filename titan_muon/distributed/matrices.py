@@ -10,7 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["MatrixRule", "assemble", "matrix_blocks", "matrix_rule", "row_shape"]
+__all__ = [
+    "MatrixRule",
+    "RowRange",
+    "block_rows",
+    "by_row",
+    "matrix_blocks",
+    "matrix_rule",
+    "row_shape",
+]
 
 SPLIT_KINDS: dict[str, tuple[str, ...]] = {
     "blocks": ("rows",),
@@ -28,12 +36,14 @@ class MatrixRule:
         stack: (S, R, C): S independent fused matrices of R rows and C columns.
         kind: ``"whole"``, ``"rows"`` or one of the split kinds.
         numbers: Row counts, or the arguments of the split kind.
+        flattened: Whether dim 0 is the rows and all other dims are the columns.
     """
 
     shape: tuple[int, ...]
     stack: tuple[int, int, int]
     kind: str
     numbers: tuple[int, ...]
+    flattened: bool = False
 
 
 def matrix_rule(
@@ -66,7 +76,7 @@ def matrix_rule(
         stack = (math.prod(shape[:-2]), shape[-2], shape[-1])
     kind, numbers = _parse_split(split, name)
     _check_rows(kind, numbers, stack[1], name)
-    return MatrixRule(shape, stack, kind, numbers)
+    return MatrixRule(shape, stack, kind, numbers, flatten)
 
 
 def matrix_blocks(x: Tensor, rule: MatrixRule) -> list[Tensor]:
@@ -101,11 +111,50 @@ def assemble(blocks: Sequence[Tensor], rule: MatrixRule) -> Tensor:
     return out.view(row_shape(rule) if per_row else rule.shape)
 
 
+@dataclass(frozen=True)
+class RowRange:
+    """Rows ``start, start + step, ...`` of a fused matrix, ``count`` of them."""
+
+    start: int
+    count: int
+    step: int = 1
+
+
+def block_rows(rule: MatrixRule) -> list[tuple[RowRange, ...]]:
+    """Return, for every matrix of one stack element, which rows of the fused matrix it consists of.
+
+    The order is that of :func:`matrix_blocks`: its blocks one after another.
+    """
+    rows = rule.stack[1]
+    if rule.kind == "whole":
+        return [(RowRange(0, rows),)]
+    if rule.kind == "rows":
+        starts = [sum(rule.numbers[:i]) for i in range(len(rule.numbers))]
+        return [(RowRange(a, n),) for a, n in zip(starts, rule.numbers, strict=True)]
+    if rule.kind == "blocks":
+        (block,) = rule.numbers
+        return [(RowRange(start, block),) for start in range(0, rows, block)]
+    if rule.kind == "strided":
+        (count,) = rule.numbers
+        return [(RowRange(i, rows // count, count),) for i in range(count)]
+    n_kv, per_kv, head_dim = rule.numbers
+    group = (per_kv + 2) * head_dim
+    parts = ((0, per_kv), (per_kv, 1), (per_kv + 1, 1))
+    return [
+        tuple(RowRange(g * group + first * head_dim, n * head_dim) for g in range(n_kv))
+        for first, n in parts
+    ]
+
+
+def by_row(rule: MatrixRule) -> MatrixRule:
+    """Return the rule of a buffer with one value a row of the parameter."""
+    stacks, rows, _ = rule.stack
+    return MatrixRule(row_shape(rule), (stacks, rows, 1), rule.kind, rule.numbers)
+
+
 def row_shape(rule: MatrixRule) -> tuple[int, ...]:
     """Return the shape of a buffer with one value a row of the parameter."""
-    if rule.stack[0] == 1 and len(rule.shape) > 2 and rule.stack[1] == rule.shape[0]:
-        return (rule.shape[0], 1)
-    return (*rule.shape[:-1], 1)
+    return (rule.shape[0], 1) if rule.flattened else (*rule.shape[:-1], 1)
 
 
 def _parse_split(split: Any, name: str) -> tuple[str, tuple[int, ...]]:

@@ -1,21 +1,20 @@
 """Muon for a whole model: one optimizer, one step, an algorithm for each param group."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from titan_muon.distributed.exchange import GatherExchange, local_of, missing_everywhere
 from titan_muon.distributed.matrices import MatrixRule
+from titan_muon.distributed.tensors import local_of
 from titan_muon.optim.algorithms import check_options, get_algorithm
-from titan_muon.optim.algorithms.base import ElementwiseAlgorithm, MatrixAlgorithm
-from titan_muon.optim.groups import complete_group, group_names, matrix_rules
+from titan_muon.optim.algorithms.base import ElementwiseAlgorithm
+from titan_muon.optim.groups import complete_group, matrix_rules
 from titan_muon.optim.loading import apply_load, prepare_load
-from titan_muon.optim.matrix_math import matrix_updates, mean_squares
-from titan_muon.optim.state import MOMENTUM, create_state, saved_groups
-from titan_muon.optim.update_rules import advance_momentum, write_updates
+from titan_muon.optim.matrix_work import MatrixWork, matrix_work
+from titan_muon.optim.state import create_state, saved_groups
 
 __all__ = ["Muon", "NorMuon"]
 
@@ -72,72 +71,42 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            algorithm = get_algorithm(group["algorithm"])
-            if isinstance(algorithm, MatrixAlgorithm):
-                self._step_matrices(group, algorithm)
-            elif isinstance(algorithm, ElementwiseAlgorithm):
-                self._step_elements(group, algorithm)
+        works = self._matrix_works()
+        for work in works:
+            work.begin()
+        first = works[0].send(0) if works else None
+        self._step_elements()
+        for work in works:
+            arriving = first if work is works[0] else work.send(0)
+            returning = None
+            for stage in work.stages:
+                following = work.send(stage + 1) if stage + 1 in work.stages else None
+                batches = work.receive(stage, arriving)
+                scales = work.compute(batches)
+                returned = work.exchange.send_back(stage, batches, scales)
+                work.write(work.exchange.receive_back(returning))
+                arriving, returning = following, returned
+            work.write(work.exchange.receive_back(returning))
+            work.finish()
         return loss
 
-    def _step_matrices(self, group: dict[str, Any], algorithm: MatrixAlgorithm) -> None:
-        params = self._with_gradient(group["params"])
-        if not params:
-            return
-        exchange = self._exchange(group, params)
-        states = [self.state[p] for p in params]
-        shards = [local_of(p) for p in params]
+    def _step_elements(self) -> None:
+        for group in self.param_groups:
+            algorithm = get_algorithm(group["algorithm"])
+            params = [p for p in group["params"] if p.grad is not None]
+            if params and isinstance(algorithm, ElementwiseAlgorithm):
+                algorithm.step(
+                    [local_of(p) for p in params],
+                    [local_of(p.grad) for p in params],
+                    [{k: local_of(v) for k, v in self.state[p].items()} for p in params],
+                    group,
+                )
 
-        directions = advance_momentum(
-            [local_of(s[MOMENTUM]) for s in states],
-            [_local_gradient(p) for p in params],
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-        )
-        whole = exchange.to_owners(directions)
-        buffers = {
-            b.name: exchange.to_owners([local_of(s[b.name]) for s in states], by_row=b.by_row)
-            for b in algorithm.buffers
-        }
-        scale = None
-        if group["adjust_lr_fn"] == "match_param_rms":
-            scale = mean_squares(exchange.to_owners(shards))
-        updates = matrix_updates(whole, buffers, scale, algorithm, group)
-        for b in algorithm.buffers:
-            returned = exchange.to_shards(buffers[b.name], by_row=b.by_row)
-            for state, value in zip(states, returned, strict=True):
-                local_of(state[b.name]).copy_(value)
-        write_updates(
-            shards,
-            exchange.to_shards(updates),
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            cautious=group["cautious_weight_decay"],
-        )
-
-    def _step_elements(self, group: dict[str, Any], algorithm: ElementwiseAlgorithm) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        algorithm.step(
-            [local_of(p) for p in params],
-            [local_of(p.grad) for p in params],
-            [{k: local_of(v) for k, v in self.state[p].items()} for p in params],
-            group,
-        )
-
-    def _with_gradient(self, params: list[Tensor]) -> list[Tensor]:
-        """Return the parameters that have a gradient on some rank."""
-        missing = missing_everywhere(params, [p.grad is None for p in params])
-        return [p for p, absent in zip(params, missing, strict=True) if not absent]
-
-    def _exchange(self, group: Mapping[str, Any], params: list[Tensor]) -> GatherExchange:
-        key = tuple(id(p) for p in params)
-        if key not in self._exchanges:
-            # One entry a group: a set of gradients that changes every step must not pile up plans.
-            self._exchanges = {k: v for k, v in self._exchanges.items() if k[0] != key[0]}
-            rules = [self._rules[id(p)] for p in params]
-            self._exchanges[key] = GatherExchange(params, rules, group_names(group, params))
-        return self._exchanges[key]
+    def _matrix_works(self) -> list[MatrixWork]:
+        """Return the plan and exchange of every set of ranks, made once."""
+        if self._works is None:
+            self._works = matrix_work(self.param_groups, self.state, self._rules)
+        return self._works
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, complete it with its algorithm's options, and create its state.
@@ -159,6 +128,7 @@ class Muon(Optimizer):
             self.param_groups.pop()
             raise
         self._keep_rules(params, rules)
+        self._works = None
         self.state.update(zip(params, states, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,7 +182,7 @@ class Muon(Optimizer):
 
     def _forget_layouts(self) -> None:
         self._rules: dict[int, MatrixRule] = {}
-        self._exchanges: dict[tuple[int, ...], GatherExchange] = {}
+        self._works: list[MatrixWork] | None = None
 
 
 class NorMuon(Muon):
@@ -224,8 +194,3 @@ class NorMuon(Muon):
     """
 
     algorithm = "normuon"
-
-
-def _local_gradient(param: Tensor) -> Tensor:
-    """Return the local gradient; zeros where only other ranks have one."""
-    return torch.zeros_like(local_of(param)) if param.grad is None else local_of(param.grad)

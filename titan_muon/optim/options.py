@@ -205,6 +205,19 @@ MATRIX_OPTIONS: dict[str, Option] = {
         _split,
         "rows of a fused weight that are matrices of their own",
     ),
+    "wire_dtype": Option(
+        "float16",
+        *_choice("float16", "bfloat16", "float32"),
+        "dtype in which directions and updates travel; float16 is scaled by a power of two",
+        saved=False,
+    ),
+    "max_stage_bytes": Option(
+        1 << 30,
+        "an integer >= 1",
+        _optional_positive_int,
+        "most work memory of one stage in bytes, momentum not counted; one matrix always fits",
+        saved=False,
+    ),
     "batch_size": Option(
         None,
         "an integer >= 1, or none",

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_muon.distributed.exchange import zeros_by_row
-from titan_muon.distributed.matrices import MatrixRule
+from titan_muon.distributed.matrices import MatrixRule, row_shape
+from titan_muon.distributed.tensors import zeros_by_row
 from titan_muon.optim.algorithms.base import (
     ElementwiseAlgorithm,
     MatrixAlgorithm,
@@ -39,14 +39,19 @@ def create_state(
         raise AssertionError(f"{algorithm.name} without a matrix rule")
     dtype = resolve_state_dtype(group["state_dtype"], param.dtype)
     rows_dtype = torch.promote_types(dtype, torch.float32)
-    state = {MOMENTUM: torch.zeros_like(param, dtype=dtype)}
+    state = {MOMENTUM: _zeros_like(param, dtype)}
     for buffer in algorithm.buffers:
         state[buffer.name] = (
-            zeros_by_row(param, rule, rows_dtype)
+            zeros_by_row(param, row_shape(rule), rows_dtype)
             if buffer.like == "rows"
-            else torch.zeros_like(param, dtype=dtype)
+            else _zeros_like(param, dtype)
         )
     return {key: value.detach() for key, value in state.items()}
+
+
+def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    # Contiguous whatever the strides of the weight: rectangles are cut out of flat shards.
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,64 +5,76 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["advance_momentum", "write_updates"]
+__all__ = ["advance_momentum", "look_ahead", "square_sum", "write_update"]
 
 
 def advance_momentum(
-    buffers: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    *,
-    momentum: float,
-    nesterov: bool,
-    maximize: bool = False,
-) -> list[Tensor]:
-    """Advance the EMA of the gradient and return the direction to orthogonalize.
+    momenta: Sequence[Tensor], grads: Sequence[Tensor], *, momentum: float
+) -> None:
+    """Advance the EMA of the gradient, ``m += (1 - momentum) * (g - m)``.
 
     Args:
-        buffers: ``momentum_buffer`` of each parameter; modified in place.
-        grads: Gradients, any float dtype; not modified.
+        momenta: ``momentum_buffer`` of each parameter; modified in place.
+        grads: Gradients in the dtype of their buffer. Not modified.
         momentum: EMA factor.
-        nesterov: Look ahead by one EMA step.
-        maximize: Use the negative gradients.
-
-    Returns:
-        One tensor a parameter in the dtype of its buffer; new with Nesterov, else the buffers.
     """
-    if not buffers:
-        return []
-    same = [g if g.dtype == b.dtype else g.to(b.dtype) for g, b in zip(grads, buffers, strict=True)]
-    if maximize:
-        same = list(torch._foreach_neg(same))
-    # lerp(b, g, w) = b + w*(g - b): the EMA in one pass.
-    torch._foreach_lerp_(list(buffers), same, 1 - momentum)
-    if not nesterov:
-        return list(buffers)
-    return list(torch._foreach_lerp(same, list(buffers), momentum))
+    if momenta:
+        torch._foreach_lerp_(list(momenta), list(grads), 1 - momentum)
 
 
-def write_updates(
-    params: Sequence[Tensor],
-    updates: Sequence[Tensor],
+def look_ahead(grad: Tensor | None, momentum_buffer: Tensor, momentum: float) -> Tensor:
+    """Return the Nesterov direction ``(1 - momentum) * g + momentum * m``.
+
+    Args:
+        grad: Gradient in the dtype of the buffer; None counts as zero. Not modified.
+        momentum_buffer: The advanced EMA. Not modified.
+        momentum: EMA factor.
+    """
+    if grad is None:
+        return momentum_buffer * momentum
+    return torch.lerp(grad, momentum_buffer, momentum)
+
+
+def square_sum(weights: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of all elements, 0-d float32 (float64 for float64)."""
+    dtype = torch.promote_types(weights[0].dtype, torch.float32)
+    return torch.stack([w.to(dtype).square().sum() for w in weights]).sum()
+
+
+def write_update(
+    param: Tensor,
+    update: Tensor,
+    scale: Tensor | None,
     *,
     lr: float | Tensor,
     weight_decay: float,
     cautious: bool,
+    flag: Tensor | None = None,
 ) -> None:
-    """Decay with the plain lr, then ``p -= lr * u``.
+    """Decay with the plain lr, then ``p -= lr * scale * u``.
 
     Args:
-        params: Local shards; modified in place.
-        updates: Scaled updates of the same local shapes, any float dtype. Not modified.
+        param: Weights; modified in place.
+        update: Same shape, any float dtype and device. Not modified.
+        scale: 0-d factor of the update, positive; None for 1.
         lr: Number or 0-d tensor; a tensor is never read by the host.
         weight_decay: Decay factor.
         cautious: Decay only where ``u * p > 0``, tested on the weight before the step.
+        flag: 0-d; where it is 0 the weights stay as they are. None for 1.
     """
-    for param, update in zip(params, updates, strict=True):
-        wide = torch.promote_types(param.dtype, torch.float32)
-        value, step = param.to(wide), update.to(wide)
-        if weight_decay != 0:
-            decay = value * (lr * weight_decay)
-            if cautious:
-                decay = torch.where(step * value > 0, decay, torch.zeros_like(decay))
-            value = value - decay
-        param.copy_(value - step * lr)
+    wide = torch.promote_types(param.dtype, torch.float32)
+    value, step = param.to(wide), update.to(wide)
+    if scale is not None:
+        step = step * scale.to(wide)
+    step = step.to(param.device)
+    if isinstance(lr, Tensor):
+        lr = lr.to(param.device, wide)
+    result = value - step * lr
+    if weight_decay != 0:
+        decay = value * (lr * weight_decay)
+        if cautious:
+            decay = torch.where(step * value > 0, decay, 0.0)
+        result -= decay
+    if flag is not None:
+        result = torch.where(flag.to(param.device) > 0, result, value)
+    param.copy_(result)

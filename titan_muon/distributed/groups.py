@@ -1,0 +1,85 @@
+"""Process groups for sets of ranks, and the one check that all ranks made the same plan."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_muon.distributed.plan import Plan
+
+__all__ = ["agree_on_plan", "group_of"]
+
+
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """Return a process group of exactly these ranks; None for a single rank.
+
+    Args:
+        ranks: Global ranks, ascending.
+
+    Collective: all of ``ranks`` call; a group that is not the world's is created once and kept.
+    """
+    if len(ranks) == 1:
+        return None
+    if ranks == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    return _subgroup(ranks)
+
+
+# Groups live as long as the process group of the world; a new world starts with no entry.
+_SUBGROUPS: dict[tuple[int, tuple[int, ...]], Any] = {}
+
+
+def _subgroup(ranks: tuple[int, ...]) -> Any:
+    key = (id(dist.group.WORLD), ranks)
+    if key not in _SUBGROUPS:
+        _SUBGROUPS[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _SUBGROUPS[key]
+
+
+def agree_on_plan(plan: Plan, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Check that all ranks of a plan made the same one.
+
+    Args:
+        plan: This rank's plan.
+        group: Process group of the plan's ranks.
+        device: A device that the group communicates on.
+
+    Raises:
+        RuntimeError: On every rank alike; names the first parameter that differs.
+
+    Collective: all ranks of the group; two all-reduces, once for each plan.
+    """
+    if group is None:
+        return
+    digest = int(plan.fingerprint()[:15], 16)
+    extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    highest, negative_lowest = extremes.tolist()
+    if highest == -negative_lowest:
+        return
+    summaries: list[Any] = [None] * len(plan.ranks)
+    mine = [(p.name, p.layout.shape, p.layout.mesh_shape, p.group) for p in plan.params]
+    dist.all_gather_object(summaries, (dist.get_rank(), mine), group=group)
+    raise RuntimeError(_difference(summaries))
+
+
+def _difference(summaries: list[Any]) -> str:
+    rank0, first = summaries[0]
+    for rank, other in summaries[1:]:
+        if other == first:
+            continue
+        for position, (a, b) in enumerate(zip(first, other, strict=False)):
+            if a != b:
+                return (
+                    f"ranks disagree on the Muon parameters: number {position} is {a} on rank "
+                    f"{rank0} and {b} on rank {rank}; build model and param groups alike on all "
+                    "ranks"
+                )
+        return (
+            f"ranks disagree on the Muon parameters: rank {rank0} has {len(first)}, rank {rank} "
+            f"has {len(other)}; build model and param groups alike on all ranks"
+        )
+    return (
+        "ranks disagree on the plan of the exchange although their parameters are alike; use the "
+        "same versions, options and kind of device on all ranks"
+    )

@@ -1,0 +1,54 @@
+"""Local shards of DTensors, and buffers placed like a parameter."""
+
+import torch
+from torch import Tensor
+
+from titan_muon.distributed.layout import is_dtensor, layout_of, local_region, region_shape
+
+__all__ = ["compute_device", "local_of", "zeros_by_row"]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the local shard of a DTensor, or the plain tensor itself; shares its storage."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def compute_device(tensor: Tensor) -> torch.device:
+    """Return where a parameter's matrices are computed: on its mesh's device, even if offloaded."""
+    if is_dtensor(tensor) and tensor.device_mesh.device_type != tensor.device.type:
+        if tensor.device_mesh.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(tensor.device_mesh.device_type)
+    return local_of(tensor).device
+
+
+def zeros_by_row(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a zero buffer with one value a row of the parameter, placed like the parameter.
+
+    Args:
+        param: Plain tensor or DTensor. Not read.
+        shape: Global shape of the buffer, last dim 1.
+        dtype: Dtype of the buffer.
+
+    Returns:
+        Plain tensor or DTensor; Replicate on the mesh axes that cut the parameter's columns.
+    """
+    if not is_dtensor(param):
+        return torch.zeros(shape, dtype=dtype, device=param.device)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = param.device_mesh
+    layout = layout_of(param).by_row(shape)
+    placements = [
+        Replicate() if cut.dim is None else placement
+        for cut, placement in zip(layout.cuts, param.placements, strict=True)
+    ]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise AssertionError("this rank is not part of the parameter's mesh")
+    local_shape = region_shape(local_region(layout, tuple(coordinate)))
+    local = torch.zeros(local_shape, dtype=dtype, device=param.to_local().device)
+    like = torch.empty(shape, device="meta")
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
