@@ -27,9 +27,10 @@ make_environment() {
 # setup EXTRAS: install titan-muon[EXTRAS], once for each state of pyproject.toml.
 setup() {
     local extras=$1 stamp wanted
-    mkdir -p "$(dirname "$VENV")"
+    mkdir -p "$VENV"
+    # Two scripts started at once take turns.
     if command -v flock >/dev/null; then
-        exec 9>"$VENV.lock"
+        exec 9>"$VENV/.titan-muon-lock"
         flock 9
     fi
     [ -x "$VENV/bin/python" ] || make_environment
