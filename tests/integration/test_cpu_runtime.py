@@ -15,6 +15,7 @@ from torch.nn import functional
 pytest.importorskip("torchtitan")
 
 from torch.nn.attention.flex_attention import and_masks
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.models.common import attention as titan_attention
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.moe import GroupedExperts
@@ -165,11 +166,14 @@ def test_adapt_config_switches_compilation_off(
     config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     config.compile.enable = True
+    config.activation_checkpoint = MemoryBudgetAC.Config()
     with caplog.at_level("INFO", "titan_muon"):
         cpu_runtime.adapt_config(config)
     assert not config.compile.enable
+    assert config.activation_checkpoint is None
     (record,) = caplog.records
     assert "compile.enable = false" in record.message
+    assert "a memory budget needs compilation" in record.message
     assert "FlexAttention by DenseMaskAttention" in record.message
 
 

@@ -96,6 +96,8 @@ def _refuse_gpu_only_settings(config: "Trainer.Config") -> None:
 
 def _switch_off_gpu_settings(config: "Trainer.Config") -> list[str]:
     """Set what only speeds up a GPU to its plain value; return one phrase per change."""
+    from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+
     plain_values: list[tuple[str, str, Any]] = [
         ("training", "disable_cuda_graphs", True),
         ("training", "mixed_precision_param", "float32"),
@@ -110,6 +112,9 @@ def _switch_off_gpu_settings(config: "Trainer.Config") -> list[str]:
         if getattr(table, name) != value:
             setattr(table, name, value)
             changes.append(f"{section}.{name} = {str(value).lower()}")
+    if isinstance(config.activation_checkpoint, MemoryBudgetAC.Config):
+        config.activation_checkpoint = None
+        changes.append("no activation checkpointing (a memory budget needs compilation)")
     return changes
 
 
