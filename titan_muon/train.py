@@ -45,8 +45,9 @@ def parse(args: Sequence[str] | None = None) -> "Trainer.Config":
     register_datasets()
     manager = TrainConfigManager(cuda_graphs=not on_cpu)
     config = manager.parse_args(None if args is None else list(args))
-    for note in manager.notes:
-        _logger.warning(note)
+    if _is_first_rank():
+        for note in manager.notes:
+            _logger.warning(note)
     if on_cpu:
         from titan_muon.integration.cpu_runtime import adapt_config
 
@@ -64,7 +65,6 @@ def main(args: Sequence[str] | None = None) -> None:
     init_logger()
     with _one_voice():
         config = _parse_or_exit(args)
-    _prepare_data(config)
 
     import torchtitan.train
 
@@ -105,7 +105,10 @@ def _prepare_data(config: Any) -> None:
         return
     from titan_muon.integration.data import prepare
 
-    paths = prepare(config.dataloader.dataset_path)
+    try:
+        paths = prepare(config.dataloader.dataset_path)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
     if not Path(config.hf_assets_path).exists():
         config.hf_assets_path = str(paths.tokenizer)
         _logger.info("Tokenizer: %s.", paths.tokenizer)
@@ -113,10 +116,17 @@ def _prepare_data(config: Any) -> None:
 
 def _parse_or_exit(args: Sequence[str] | None) -> "Trainer.Config":
     try:
-        return parse(args)
+        config = parse(args)
+        _prepare_data(config)
+        return config
     except ConfigError as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+def _is_first_rank() -> bool:
+    """Return whether this is the first rank of its host, or no torchrun started it."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextlib.contextmanager
@@ -125,7 +135,7 @@ def _one_voice() -> Generator[None]:
 
     torchrun ends the other ranks when one has failed, so they wait before they speak.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if _is_first_rank():
         yield
         return
     said = io.StringIO()

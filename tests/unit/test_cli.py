@@ -63,7 +63,8 @@ def test_name_on_the_command_line_brings_its_recipe(file):
     optimizer = parse(text).optimizer
     assert (optimizer.name, optimizer.adjust_lr_fn) == ("Muon", "match_rms_adamw")
     optimizer = parse(text, "--optimizer.name", "adamw").optimizer
-    assert (optimizer.adjust_lr_fn, optimizer.adamw.lr) == (None, 1e-5)
+    assert (optimizer.name, optimizer.adjust_lr_fn) == ("AdamW", None)
+    assert optimizer.adamw.lr == 1e-5
     assert optimizer.matrix_spec()[0] == "adamw"
     assert optimizer.ignored_options() == ["momentum"]
     optimizer = parse(text, "--optimizer.recipe=none", "--optimizer.lr", "1").optimizer

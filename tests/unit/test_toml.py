@@ -117,6 +117,11 @@ WRONG = {
         "'momentum'",
         "adjust_lr_fn",
     ),
+    "optimizer option in another package's spelling": (
+        table("optimizer", "mu = 0.9"),
+        "[optimizer] mu is not an option of Muon",
+        "'momentum'",
+    ),
     "optimizer option type": (table("optimizer", 'lr = "3e-4"'), 'lr = "3e-4"', "a number"),
     "optimizer option range": (
         table("optimizer", "momentum = 1.5"),

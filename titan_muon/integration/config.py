@@ -121,6 +121,12 @@ class OptimizerConfig(OptimizersContainer.Config):
     state_dtype: str | None = None
     """Dtype of the state: auto, float32 or bfloat16"""
 
+    wire_dtype: str | None = None
+    """Dtype of what ranks send each other: float16 (scaled by block), bfloat16 or float32"""
+
+    max_stage_bytes: int | None = None
+    """Bound on the work buffers of one stage of the step"""
+
     batch_size: int | None = None
     """Most matrices in one launch; 1 is the per-matrix reference loop"""
 

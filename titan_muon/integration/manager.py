@@ -7,6 +7,8 @@ from torchtitan.config import ConfigManager
 from titan_muon.integration.toml import Selection, load_train_config
 from titan_muon.integration.toml_legacy import MOVED, gone_reason
 from titan_muon.integration.toml_place import ConfigError
+from titan_muon.optim.algorithms import get_algorithm
+from titan_muon.optim.options import nearest
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -188,13 +190,13 @@ def _check_optimizer(config: Any) -> None:
         config.optimizer.check(where="command line: [optimizer]")
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    # A flag may have another letter case.
+    config.optimizer.name = get_algorithm(config.optimizer.name).title
 
 
 def _check_dataset(config: Any) -> None:
     """Refuse a text dataset that torchtitan would look for only when the model is built."""
     from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
-
-    from titan_muon.optim.options import nearest
 
     loaders = [("dataloader", config.dataloader)]
     if config.validator.enable:

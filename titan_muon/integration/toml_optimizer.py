@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 __all__ = ["OptimizerRequest", "build_optimizer", "optimizer_config", "recipe_names"]
 
 NO_RECIPE = "none"
+
+# Spellings that other packages use, too far from ours for a likeness to show.
+_FOREIGN = {
+    "mu": "momentum",
+    "wd": "weight_decay",
+    "epsilon": "eps",
+    "learning_rate": "lr",
+    "muon_lr": "lr",
+    "algorithm": "name",
+}
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _SOURCE_FOLDER = Path(__file__).parents[2] / "configs"
 
@@ -126,7 +136,8 @@ def _unknown_option(name: str, key: str, value: Any, known: set[str], place: Pla
         return place.unknown(key, value, {"adamw", "options", "param_groups"})
     if key in all_option_names():
         return ConfigError(f"{place.at(key)} belongs in [{place.table}.options].")
-    hint = nearest(key, known) or "."
+    known = known - {"optimizer_factory_kwargs_by_name"}
+    hint = nearest(_FOREIGN.get(key, key), known) or "."
     options = ", ".join(sorted(set(algorithm.options) & known))
     others = ", ".join(sorted(known - set(algorithm.options)))
     return ConfigError(
