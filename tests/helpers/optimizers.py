@@ -21,7 +21,7 @@ def parameters(
     *shapes: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> list[nn.Parameter]:
     g = generator(seed)
-    return [nn.Parameter(torch.randn(*s, generator=g).to(dtype)) for s in shapes]
+    return [nn.Parameter(torch.randn(tuple(s), generator=g).to(dtype)) for s in shapes]
 
 
 def set_gradients(
