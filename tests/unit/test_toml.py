@@ -1,5 +1,6 @@
 """Train config files: every kind of mistake has its one message, and older files still load."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -8,12 +9,19 @@ import pytest
 pytest.importorskip("torchtitan")
 
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.hf_datasets.text_datasets import InterleavedHuggingFaceTextDataLoader
 
 from titan_muon.integration.config import OptimizerConfig
 from titan_muon.integration.toml import Selection, load_train_config
+from titan_muon.integration.toml_check import field_types, lay_over
 from titan_muon.integration.toml_legacy import GONE, MOVED
-from titan_muon.integration.toml_optimizer import build_optimizer, recipe_names
-from titan_muon.integration.toml_place import ConfigError
+from titan_muon.integration.toml_model import registry_function
+from titan_muon.integration.toml_optimizer import (
+    OptimizerRequest,
+    build_optimizer,
+    recipe_names,
+)
+from titan_muon.integration.toml_place import ConfigError, Place
 
 MODEL = '[model]\nname = "llama3"\nflavor = "debugmodel"\n'
 
@@ -336,6 +344,69 @@ def test_activation_checkpoint_mode(tmp_path, mode, cls):
     assert type(config.activation_checkpoint) is cls
 
 
+def settable(value) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(settable(item) for item in value)
+    return isinstance(value, bool | int | float | str) or value is None
+
+
+def as_toml(value):
+    """Return what tomli would read for a field's own value."""
+    if isinstance(value, list | tuple):
+        return [as_toml(item) for item in value]
+    return "None" if value is None else value
+
+
+def set_every_field(config, prefix: str = "") -> int:
+    count = 0
+    for name in field_types(config):
+        value = getattr(config, name)
+        if name in ("model_spec", "optimizer", "trace_post_processor"):
+            continue
+        if dataclasses.is_dataclass(value):
+            count += set_every_field(value, f"{prefix}{name}.")
+        elif settable(value):
+            lay_over(config, {name: as_toml(value)}, Place("x.toml", prefix))
+            result = getattr(config, name)
+            assert (result, type(result)) == (value, type(value)), prefix + name
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor"), [("llama3", "70B"), ("deepseek_v3", "debugmodel"), ("qwen3", "0.6B")]
+)
+def test_every_field_can_be_set_to_the_value_it_has(name, flavor):
+    config = registry_function({}, {"name": name, "flavor": flavor}, Place("x.toml"))()
+    # 0.3.0 has 110 such fields for llama3; the count catches a walk that goes nowhere.
+    assert set_every_field(config) > 80
+
+
+def test_tables_of_a_list_of_configs():
+    loader = InterleavedHuggingFaceTextDataLoader.Config()
+    sources = [{"dataset": "c4", "weight": 2}, {"dataset": "c4_test", "infinite": True}]
+    place = Place("x.toml", "dataloader")
+    lay_over(loader, {"sources": sources}, place)
+    assert [(s.dataset, s.weight) for s in loader.sources] == [("c4", 2.0), ("c4_test", 1)]
+    with pytest.raises(ConfigError, match=r"\[dataloader\.sources\[1\]\] wieght.*'weight'"):
+        lay_over(loader, {"sources": [{}, {"wieght": 2}]}, place)
+    with pytest.raises(ConfigError, match=r"sources\[0\] = 3 must be a table"):
+        lay_over(loader, {"sources": [3]}, place)
+
+
+def test_a_config_that_this_machine_cannot_build(tmp_path, monkeypatch):
+    (tmp_path / "picky.py").write_text("def big():\n    raise ValueError('needs a big GPU')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="big cannot be built .* needs a big GPU"):
+        load(tmp_path, "", "[model]\nname = 'picky'\nconfig = 'big'")
+
+
+def test_byte_order_mark(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_text("\ufeff" + MODEL, encoding="utf-8")
+    assert load_train_config(Selection(file=str(path)))[0].model_spec.name == "llama3"
+
+
 def test_activation_checkpoint_keys(tmp_path):
     text = table("activation_checkpoint", "mode = 'full'", "debug = true", "memory_budget = 0.3")
     config, notes = load(tmp_path, text)
@@ -356,9 +427,6 @@ def test_activation_checkpoint_keys(tmp_path):
     ],
 )
 def test_flavors(name, flavor, function):
-    from titan_muon.integration.toml_model import registry_function
-    from titan_muon.integration.toml_place import Place
-
     found = registry_function({}, {"name": name, "flavor": flavor}, Place("x.toml"))
     assert found.__name__ == function
 
@@ -444,9 +512,6 @@ def test_mistakes_in_a_recipe_name_the_recipe(tmp_path, recipe, parts):
 
 
 def test_every_recipe_loads():
-    from titan_muon.integration.toml_optimizer import OptimizerRequest
-    from titan_muon.integration.toml_place import Place
-
     assert recipe_names() == ["adam", "adamw", "muon", "normuon"]
     for recipe in recipe_names():
         request = OptimizerRequest(recipe=recipe)
@@ -663,8 +728,6 @@ def test_every_old_name_leads_to_a_field_that_exists():
     """The right side of the table is checked against torchtitan, not against itself."""
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    from titan_muon.integration.toml_check import field_types
-
     config = llama3_debugmodel()
     for new in {name for name in MOVED.values() if not name.endswith(".*")}:
         node = config
@@ -677,8 +740,6 @@ def test_every_old_name_leads_to_a_field_that_exists():
 @pytest.mark.parametrize("name", sorted(n for n in (*MOVED, *GONE) if not n.endswith("*")))
 def test_no_old_name_hides_a_field_of_today(name):
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
-
-    from titan_muon.integration.toml_check import field_types
 
     node = llama3_debugmodel()
     *parents, key = name.split(".")

@@ -1,5 +1,6 @@
 """A train config file, laid over the Trainer.Config of the model that it names."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ from titan_muon.integration.toml_file import read_toml
 from titan_muon.integration.toml_legacy import translate
 from titan_muon.integration.toml_model import check_model_table, registry_function
 from titan_muon.integration.toml_optimizer import OptimizerRequest, build_optimizer
-from titan_muon.integration.toml_place import Place
+from titan_muon.integration.toml_place import ConfigError, Place
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -51,7 +52,7 @@ def load_train_config(selection: Selection) -> tuple["Trainer.Config", list[str]
     if selection.file is not None:
         table, place = translate(read_toml(selection.file), Place(selection.file))
     model = check_model_table(table.pop("model", {}), place)
-    config = registry_function(selection.model, model, place)()
+    config = _call(registry_function(selection.model, model, place), place)
     known = set(field_types(config)) - {"model_spec"}
     for key, value in table.items():
         # All tables before any of them: a misspelled one is the likelier mistake.
@@ -67,3 +68,14 @@ def load_train_config(selection: Selection) -> tuple["Trainer.Config", list[str]
         mode = {"activation_checkpoint": {"mode": selection.activation_checkpoint}}
         lay_over(config, mode, Place("command line", notes=place.notes))
     return config, place.notes
+
+
+def _call(function: Callable[[], Any], place: Place) -> "Trainer.Config":
+    """Build a registry config; what it lacks here (a GPU, a package) is the user's to see."""
+    try:
+        return function()
+    except Exception as error:
+        raise ConfigError(
+            f"{place.file}: {function.__name__} cannot be built on this machine: "
+            f"{type(error).__name__}: {error}"
+        ) from error

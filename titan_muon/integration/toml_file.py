@@ -26,7 +26,7 @@ def read_toml(file: str | Path) -> dict[str, Any]:
 def _read_text(file: str | Path) -> str:
     path = Path(file)
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file{_nearest_file(path)}") from None
     except UnicodeDecodeError as error:
