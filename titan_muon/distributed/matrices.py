@@ -1,6 +1,6 @@
 """From a parameter to the matrices it consists of: experts, fused blocks, flattened convolutions.
 
-Works on whole tensors in global coordinates and is pure: views and copies, no communication.
+Pure arithmetic in global coordinates.
 """
 
 import math
@@ -8,14 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 __all__ = [
     "MatrixRule",
     "RowRange",
     "block_rows",
     "by_row",
-    "matrix_blocks",
     "matrix_rule",
     "row_shape",
 ]
@@ -79,38 +76,6 @@ def matrix_rule(
     return MatrixRule(shape, stack, kind, numbers, flatten)
 
 
-def matrix_blocks(x: Tensor, rule: MatrixRule) -> list[Tensor]:
-    """Return the matrices of a whole tensor, one (B, M, N) stack for each block of the split.
-
-    Args:
-        x: Whole tensor of ``rule.shape``. Not modified; the blocks are views where strides allow.
-        rule: Result of :func:`matrix_rule`.
-    """
-    views = _views(x.reshape(rule.stack), rule)
-    return [v.reshape(v.shape[0] * v.shape[1], -1, v.shape[-1]) for v in views]
-
-
-def assemble(blocks: Sequence[Tensor], rule: MatrixRule) -> Tensor:
-    """Invert :func:`matrix_blocks`.
-
-    Args:
-        blocks: (B, M, N) for each block, in the order of :func:`matrix_blocks`; the last dim may
-            be 1 instead of N (one value a row). Not modified.
-        rule: The same rule.
-
-    Returns:
-        ``rule.shape``, or ``(..., M, 1)`` for one value a row.
-    """
-    per_row = blocks[0].shape[-1] == 1 and rule.stack[2] != 1
-    if rule.kind == "whole":
-        return blocks[0].reshape(row_shape(rule) if per_row else rule.shape)
-    stacks, rows, columns = rule.stack
-    out = blocks[0].new_empty((stacks, rows, 1 if per_row else columns))
-    for view, block in zip(_views(out, rule), blocks, strict=True):
-        view.copy_(block.reshape(view.shape))
-    return out.view(row_shape(rule) if per_row else rule.shape)
-
-
 @dataclass(frozen=True)
 class RowRange:
     """Rows ``start, start + step, ...`` of a fused matrix, ``count`` of them."""
@@ -123,7 +88,12 @@ class RowRange:
 def block_rows(rule: MatrixRule) -> list[tuple[RowRange, ...]]:
     """Return, for every matrix of one stack element, which rows of the fused matrix it consists of.
 
-    The order is that of :func:`matrix_blocks`: its blocks one after another.
+    Args:
+        rule: Result of :func:`matrix_rule`.
+
+    Returns:
+        One entry a matrix, in the order of its first row; together they hold every row once. The
+        rows of one matrix are its ranges one after another.
     """
     rows = rule.stack[1]
     if rule.kind == "whole":
@@ -161,18 +131,24 @@ def _parse_split(split: Any, name: str) -> tuple[str, tuple[int, ...]]:
     if split is None:
         return "whole", ()
     if not isinstance(split, Mapping):
-        return "rows", tuple(int(r) for r in split)
+        if not all(_is_positive(rows) for rows in split):
+            raise ValueError(f"{name}: split {split!r} must list positive row counts.")
+        return "rows", tuple(split)
     kind = split.get("kind")
     if kind not in SPLIT_KINDS:
         raise ValueError(f"{name}: split kind {kind!r} is unknown; use one of {list(SPLIT_KINDS)}.")
     keys = SPLIT_KINDS[kind]
     given = {k: v for k, v in split.items() if k != "kind"}
-    if set(given) != set(keys) or not all(isinstance(v, int) and v >= 1 for v in given.values()):
+    if set(given) != set(keys) or not all(_is_positive(v) for v in given.values()):
         raise ValueError(
             f"{name}: split kind {kind!r} needs the positive integers {', '.join(keys)}; "
             f"got {given}."
         )
     return kind, tuple(given[k] for k in keys)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check_rows(kind: str, numbers: tuple[int, ...], rows: int, name: str) -> None:
@@ -192,21 +168,3 @@ def _check_rows(kind: str, numbers: tuple[int, ...], rows: int, name: str) -> No
                 f"{name}: split interleaved_qkv describes n_kv_heads * (heads_per_kv + 2) * "
                 f"head_dim = {n_kv * (per_kv + 2) * head_dim} rows, but the matrix has {rows}."
             )
-
-
-def _views(x: Tensor, rule: MatrixRule) -> list[Tensor]:
-    """Return one view of ``x`` (S, R, C) a block: (S, matrices, dims of the rows ..., C)."""
-    stacks, rows, columns = x.shape
-    if rule.kind == "whole":
-        return [x.unsqueeze(1)]
-    if rule.kind == "rows":
-        return [block.unsqueeze(1) for block in x.split(list(rule.numbers), dim=1)]
-    if rule.kind == "blocks":
-        (block,) = rule.numbers
-        return [x.view(stacks, rows // block, block, columns)]
-    if rule.kind == "strided":
-        (count,) = rule.numbers
-        return [x.view(stacks, rows // count, count, columns).transpose(1, 2)]
-    n_kv, per_kv, head_dim = rule.numbers
-    groups = x.view(stacks, 1, n_kv, per_kv + 2, head_dim, columns)
-    return [groups[:, :, :, :per_kv], groups[:, :, :, per_kv], groups[:, :, :, per_kv + 1]]
