@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.routing import Owner, default_route
@@ -45,7 +45,7 @@ class Assignment:
     """
 
     name: str
-    param: Tensor
+    param: nn.Parameter
     algorithm: str
     options: Mapping[str, Any]
     reason: str
@@ -99,8 +99,8 @@ def assign(
         else:
             (algorithm, options), why = rest, reason
         if get_algorithm(algorithm).is_matrix:
-            for known in (n for n in names if splits and n in splits):
-                extra = {**extra, "split": splits[known]}
+            for split in (splits[n] for n in names if splits and n in splits):
+                extra = {**extra, "split": split}
             options = {**extra, **options}
         pattern = None if rule is None else rule.pattern
         canonical = get_algorithm(algorithm).name
@@ -160,7 +160,7 @@ def param_groups(
     return to_groups(assignments)
 
 
-def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, list[Owner]]]:
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Owner]]]:
     """Yield name, parameter, and every (module, full name) that holds it, tied ones once."""
     owners: dict[int, list[Owner]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
