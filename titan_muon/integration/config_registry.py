@@ -47,7 +47,9 @@ def _debug_run(config: Trainer.Config, run: str, optimizer: str) -> Trainer.Conf
     register_datasets()
     config.dump_folder = f"outputs/{run}"
     config.hf_assets_path = "outputs/data/tokenizer"
-    config.optimizer = optimizer_config(optimizer, lr=2e-3)
+    # In so short a run AdamW's first steps are larger than Muon's at one lr.
+    lrs = {"lr": 2e-3} if optimizer == "AdamW" else {"lr": 8e-3, "adamw": {"lr": 2e-3}}
+    config.optimizer = optimizer_config(optimizer, **lrs)
     config.lr_scheduler.warmup_steps = 5
     config.lr_scheduler.decay_type = "cosine"
     config.lr_scheduler.min_lr_factor = 0.1
