@@ -32,12 +32,15 @@ SEED = 17
 STEPS = 2
 SAMPLES = 8
 MODELS = {"llama3": llama3_debugmodel, "deepseek_v3": deepseek_v3_debugmodel}
+# Context parallelism deals in blocks of 128.
+SEQUENCE_LENGTHS = {"llama3": 256, "deepseek_v3": 64}
 
 # name -> (model, fields of ParallelismConfig); the first mesh of a model is its yardstick.
 MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3 fsdp": ("llama3", {}),
     "llama3 hsdp": ("llama3", {"data_parallel_replicate_degree": 2}),
     "llama3 pp x fsdp": ("llama3", {"pipeline_parallel_degree": 2}),
+    "llama3 cp x fsdp": ("llama3", {"context_parallel_degree": 2}),
     "deepseek_v3 fsdp": ("deepseek_v3", {}),
     "deepseek_v3 ddp": (
         "deepseek_v3",
@@ -59,7 +62,7 @@ def make_config(model: str, parallelism: dict[str, Any], tokenizer: str) -> Any:
     del layers[2:]
     config.hf_assets_path = tokenizer
     config.dataloader = IndexedDataLoader.Config(samples_per_step=SAMPLES)
-    config.training.seq_len = 64
+    config.training.seq_len = SEQUENCE_LENGTHS[model]
     config.training.global_batch_size = SAMPLES
     config.training.local_batch_size = 2
     config.training.steps = STEPS

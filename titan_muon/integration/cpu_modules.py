@@ -7,6 +7,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental._context_parallel import (
+    _attention as context_parallel,
+)
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
@@ -128,8 +131,9 @@ def replace_modules(model_config: Module.Config) -> list[str]:
     Raises:
         ValueError: A node has no counterpart here; names the node and what to do.
     """
-    # Only a C++ compiler could build the compiled form on a CPU.
+    # Both are compiled otherwise, for which a CPU needs a C++ compiler.
     attention._compiled_create_block_mask = cast(Any, _all_blocks_mask)
+    context_parallel._compiled_create_block_mask = cast(Any, _all_blocks_mask)
     replaced: dict[str, None] = {}
     for fqn, node, parent, key in list(model_config.traverse(Module.Config, recurse=True)):
         _refuse_window(fqn, node)
