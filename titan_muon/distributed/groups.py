@@ -58,7 +58,7 @@ def agree_on_plan(plan: Plan, group: dist.ProcessGroup | None, device: torch.dev
     if highest == -negative_lowest:
         return
     summaries: list[Any] = [None] * len(plan.ranks)
-    mine = [(p.name, p.layout.shape, p.layout.mesh_shape, p.group) for p in plan.params]
+    mine = [(p.name, p.layout.shape, p.layout.mesh_shape, p.kind) for p in plan.params]
     dist.all_gather_object(summaries, (dist.get_rank(), mine), group=group)
     raise RuntimeError(_difference(summaries))
 

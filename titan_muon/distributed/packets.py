@@ -3,7 +3,7 @@
 [Note: packets]
 A packet is what one rank sends to another in one stage and direction: parcels one after another,
 by unit, then by channel. A parcel is what the sender holds of one matrix in one channel, its
-rectangles packed row by row, at a multiple of 16 bytes, after a header of four float32: the
+rectangles packed row by row, at a multiple of 32 bytes, after a header of float32 numbers: the
 exponent of the body's scale; 1 if there was a gradient; on the way there the sum of squares of the
 weights, on the way back the scale of the update; nothing.
 """
@@ -20,8 +20,9 @@ from titan_muon.distributed.plan import Plan, PlanParam, Unit
 
 __all__ = ["HEADER", "Parcel", "Route", "route"]
 
-HEADER = 16
-_ALIGN = 16
+# Multiples of 8 elements of every dtype that travels, so that kernels may load them in vectors.
+HEADER = 32
+_ALIGN = 32
 
 
 @dataclass(frozen=True)

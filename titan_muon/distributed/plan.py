@@ -44,7 +44,8 @@ class PlanParam:
         name: For errors and reports.
         layout: Where it lies.
         rule: Its matrices.
-        group: Matrices of equal shape and group are computed together.
+        kind: Matrices of equal shape and kind are computed together; parameters of one kind have
+            the same options and dtypes.
         channels: What travels to the owner; the first is the direction, and the update travels
             back in its dtype. The others travel both ways.
         costs: Cost of one matrix of each block, in any unit that is the same for all parameters.
@@ -54,7 +55,7 @@ class PlanParam:
     name: str
     layout: Layout
     rule: MatrixRule
-    group: int
+    kind: int
     channels: tuple[Channel, ...]
     costs: tuple[float, ...]
     work_bytes: tuple[int, ...]

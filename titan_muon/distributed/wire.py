@@ -1,101 +1,53 @@
-"""From rectangles of a tensor to a parcel and back, with a power-of-two scale in 16-bit dtypes.
+"""Headers of parcels, and the power-of-two scale of 16-bit ones.
 
 A 16-bit parcel is multiplied by the power of two that brings its largest element near the top of
 the range, so that its precision does not depend on its scale; the exponent travels in the header.
-Powers of two round nothing, so float32 parcels and the scaling itself are exact.
+Powers of two round nothing, so the scaling itself is exact.
 """
-
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from titan_muon.distributed.geometry import Segment
-from titan_muon.distributed.packets import HEADER
+__all__ = ["exponents", "power_of_two", "read_headers", "write_headers"]
 
-__all__ = ["body_views", "header_of", "pack", "power_of_two", "unit_views", "local_views"]
-
-# float16 reaches 2**15; one power less leaves room for the sum of rounding errors.
+# float16 reaches 2**15; one power less leaves room for rounding.
 _TOP = 14
 _LOWEST, _HIGHEST = -100, 126
+_FIELDS = 3
 
 
-def header_of(buffer: Tensor, offset: int) -> Tensor:
-    """Return the four float32 of a parcel's header as a view of the byte buffer."""
-    return buffer[offset : offset + HEADER].view(torch.float32)
-
-
-def body_views(
-    buffer: Tensor, offset: int, dtype: torch.dtype, pieces: Sequence[Segment]
-) -> Iterator[Tensor]:
-    """Yield the rectangles of a parcel's body, as views of the byte buffer.
+def write_headers(packets: Tensor, index: Tensor, *fields: Tensor) -> None:
+    """Write the headers of many parcels.
 
     Args:
-        buffer: All packets of one end, uint8.
-        offset: First byte of the body.
-        dtype: Dtype of the body.
-        pieces: The rectangles in packed order.
+        packets: All packets of one end, uint8; modified.
+        index: (P,) int64, position of each header in float32 elements.
+        fields: Up to three (P,) float32: exponent, flag, and sum of squares or scale.
     """
-    for piece in pieces:
-        size = piece.rows * piece.columns * dtype.itemsize
-        yield buffer[offset : offset + size].view(dtype).view(piece.rows, piece.columns)
-        offset += size
+    values = packets.view(torch.float32)
+    for number, field in enumerate(fields):
+        values[index + number] = field
 
 
-def local_views(flat: Tensor, pieces: Sequence[Segment]) -> list[Tensor]:
-    """Return the rectangles as views of a flat local tensor."""
-    return [
-        flat.as_strided(
-            (p.rows, p.columns), (p.local_stride, 1), flat.storage_offset() + p.local_offset
-        )
-        for p in pieces
-    ]
+def read_headers(packets: Tensor, index: Tensor) -> Tensor:
+    """Return (3, P) float32: exponents, flags, and sums of squares or scales."""
+    values = packets.view(torch.float32)
+    return torch.stack([values[index + number] for number in range(_FIELDS)])
 
 
-def unit_views(matrix: Tensor, pieces: Sequence[Segment]) -> list[Tensor]:
-    """Return the rectangles as views of a contiguous (M, N) matrix."""
-    columns = matrix.shape[-1]
-    return [
-        matrix.as_strided(
-            (p.rows, p.columns), (columns, 1), matrix.storage_offset() + p.unit_offset
-        )
-        for p in pieces
-    ]
+def exponents(largest: Tensor) -> Tensor:
+    """Return the exponents of parcels by their largest magnitudes, both float32.
 
-
-def pack(
-    views: Sequence[Tensor], bodies: Sequence[Tensor], header: Tensor, *, scaled: bool
-) -> None:
-    """Copy rectangles into a parcel and set the exponent in its header.
-
-    Args:
-        views: Source rectangles, any float dtype. Not modified.
-        bodies: Target rectangles of the same shapes.
-        header: Header of the parcel.
-        scaled: Whether to scale; otherwise values are only cast.
+    An infinite or NaN magnitude gives a finite exponent, so that the bad values travel on and stay
+    in their own matrix.
     """
-    if not scaled:
-        header[0] = 0.0
-        for body, view in zip(bodies, views, strict=True):
-            body.copy_(view)
-        return
-    largest = [view.abs().amax() for view in views]
-    top = largest[0] if len(largest) == 1 else torch.stack(largest).amax()
-    exponent = _exponent(top.to(torch.float32)) - _TOP
-    header[0] = exponent
-    scale = power_of_two(-exponent)
-    for body, view in zip(bodies, views, strict=True):
-        body.copy_(view * scale)
+    exponent = (largest.to(torch.float32).view(torch.int32) >> 23) - 127
+    finite = exponent < 128
+    exponent = torch.where(finite, exponent.clamp(_LOWEST, _HIGHEST), _TOP)
+    return (exponent - _TOP).to(torch.float32)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
     """Return ``2.0 ** exponent`` exactly, as float32, for integers within its normal range."""
     bits = (exponent.to(torch.int32).clamp(-126, 127) + 127) << 23
     return bits.view(torch.float32)
-
-
-def _exponent(value: Tensor) -> Tensor:
-    """Return floor(log2(value)) of non-negative float32; 0 for inf and NaN, which travel on."""
-    exponent = (value.view(torch.int32) >> 23) - 127
-    finite = exponent < 128
-    return torch.where(finite, exponent.clamp(_LOWEST, _HIGHEST), torch.zeros_like(exponent))

@@ -6,33 +6,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_muon.distributed.exchange import Batch
+from titan_muon.kernels import select_operations
 from titan_muon.optim.algorithms.base import MatrixAlgorithm
 from titan_muon.optim.lr_adjust import lr_factor
-from titan_muon.orthogonalization import orthogonalize_batch, resolve_dtype, resolve_schedule
+from titan_muon.orthogonalization import (
+    choose_evaluation,
+    cost,
+    orthogonalize_batch,
+    orthogonalize_normalized,
+    resolve_dtype,
+    resolve_schedule,
+    work_bytes,
+)
 
-__all__ = ["batch_update"]
+__all__ = ["batch_update", "matrix_cost", "normalizers", "stack_dtype"]
 
 
-def batch_update(batch: Batch, algorithm: MatrixAlgorithm, group: Mapping[str, Any]) -> Tensor:
-    """Replace the direction of a batch by its update.
+def batch_update(
+    stack: Tensor,
+    buffers: Mapping[str, Tensor],
+    square_sums: Tensor | None,
+    algorithm: MatrixAlgorithm,
+    group: Mapping[str, Any],
+    *,
+    normalized: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the update of a batch and its scales.
 
     Args:
-        batch: Its ``stack`` (B, M, N) is replaced, its buffers are modified in place.
+        stack: (B, M, N) directions. Overwritten if ``normalized``.
+        buffers: State buffers by name, (B, M, N) or (B, M, 1); modified in place.
+        square_sums: (B,), sums of squares of the weights; read for ``match_param_rms`` only.
         algorithm: What happens to the orthogonalized update.
         group: The param group.
+        normalized: Whether the directions are divided by safety times their norm already.
 
     Returns:
-        (B,) float32 (float64 for float64), the factor that the shape of the matrix, and with
-        ``match_param_rms`` its weight, puts on the lr.
+        (B, M, N) in the dtype of the iteration, and (B,) in float32 (float64 for float64), the
+        factor that the shape of a matrix, and with ``match_param_rms`` its weight, puts on the lr.
     """
-    rows, columns = batch.stack.shape[-2:]
+    rows, columns = stack.shape[-2:]
     schedule = resolve_schedule(group["ns_method"], group["ns_steps"])
-    dtype = resolve_dtype(group["ns_dtype"], batch.stack.device, batch.stack.dtype)
-    update = orthogonalize_batch(batch.stack, schedule, dtype=dtype, batch_size=group["batch_size"])
-    batch.stack = algorithm.update(update, batch.buffers, group)
+    dtype = stack_dtype(group, stack.device, stack.dtype)
+    if normalized:
+        update = orthogonalize_normalized(stack, schedule, batch_size=group["batch_size"])
+    else:
+        update = orthogonalize_batch(stack, schedule, dtype=dtype, batch_size=group["batch_size"])
+    update = algorithm.update(update, buffers, group)
     factor = lr_factor(group["adjust_lr_fn"], rows, columns)
-    if batch.square_sums is not None and group["adjust_lr_fn"] == "match_param_rms":
-        return factor * (batch.square_sums / (rows * columns)).sqrt()
+    if square_sums is not None and group["adjust_lr_fn"] == "match_param_rms":
+        return update, factor * (square_sums / (rows * columns)).sqrt()
     wide = torch.promote_types(dtype, torch.float32)
-    return torch.full((len(batch.units),), factor, dtype=wide, device=update.device)
+    return update, torch.full((len(stack),), factor, dtype=wide, device=stack.device)
+
+
+def stack_dtype(
+    group: Mapping[str, Any], device: torch.device, input_dtype: torch.dtype
+) -> torch.dtype:
+    """Return the dtype in which the matrices of a group are orthogonalized."""
+    return resolve_dtype(group["ns_dtype"], device, input_dtype)
+
+
+def normalizers(square_sums: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Return 1 / (safety * norm) from sums of squares; a zero matrix stays zero."""
+    schedule = resolve_schedule(group["ns_method"], group["ns_steps"])
+    tiny = torch.finfo(square_sums.dtype).tiny
+    return square_sums.sqrt().mul_(schedule.safety).clamp_min_(tiny).reciprocal_()
+
+
+def matrix_cost(
+    rows: int,
+    columns: int,
+    group: Mapping[str, Any],
+    device: torch.device,
+    state_dtype: torch.dtype,
+) -> tuple[float, int]:
+    """Return the FLOPs of one matrix and the bytes it takes while it is computed."""
+    schedule = resolve_schedule(group["ns_method"], group["ns_steps"])
+    dtype = stack_dtype(group, device, state_dtype)
+    ops = select_operations(min(rows, columns), dtype, device)
+    evaluation, _ = choose_evaluation(rows, columns, dtype, schedule, ops)
+    flops = cost(rows, columns, schedule, evaluation, ops.half_cost)
+    stack = rows * columns * dtype.itemsize
+    return flops, stack + work_bytes(rows, columns, dtype, evaluation)

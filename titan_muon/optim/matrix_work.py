@@ -1,38 +1,32 @@
-"""The Muon-family parameters that lie on the same ranks, with their plan and exchange."""
+"""The Muon-family parameters that lie on the same ranks: their plan, and the parts of a step."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_muon.distributed.exchange import Arrival, Batch, Exchange
-from titan_muon.distributed.geometry import Segment
+from titan_muon.distributed.exchange import Exchange, Message
 from titan_muon.distributed.groups import agree_on_plan, group_of
-from titan_muon.distributed.layout import is_dtensor, layout_of
-from titan_muon.distributed.matrices import MatrixRule, block_rows
-from titan_muon.distributed.plan import Channel, PlanParam, make_plan
+from titan_muon.distributed.layout import is_dtensor
+from titan_muon.distributed.matrices import MatrixRule
+from titan_muon.distributed.plan import make_plan
+from titan_muon.distributed.tables import BatchTables, rank_tables
 from titan_muon.distributed.tensors import compute_device, local_of
-from titan_muon.distributed.wire import local_views
-from titan_muon.kernels import select_operations
-from titan_muon.optim import update_rules
-from titan_muon.optim.algorithms.base import MatrixAlgorithm, get_algorithm
+from titan_muon.distributed.wire import exponents, power_of_two, read_headers, write_headers
+from titan_muon.kernels.pieces_dispatch import select_piece_operations
+from titan_muon.optim.algorithms.base import get_algorithm
 from titan_muon.optim.groups import group_names
-from titan_muon.optim.matrix_math import batch_update
+from titan_muon.optim.matrix_math import batch_update, normalizers, stack_dtype
+from titan_muon.optim.members import Gradients, Member, kinds_of
 from titan_muon.optim.state import MOMENTUM
-from titan_muon.orthogonalization import (
-    choose_evaluation,
-    cost,
-    resolve_dtype,
-    resolve_schedule,
-    work_bytes,
-)
 
-__all__ = ["MatrixWork", "matrix_work"]
+__all__ = ["MatrixWork", "matrix_works"]
 
 
-def matrix_work(
+def matrix_works(
     groups: Sequence[dict[str, Any]],
     state: Mapping[Tensor, dict[str, Tensor]],
     rules: Mapping[int, MatrixRule],
@@ -53,225 +47,352 @@ def matrix_work(
 
     Collective: all ranks of each set, where it is more than one.
     """
-    by_ranks: dict[tuple[Any, ...], list[_Member]] = {}
-    for number, group in enumerate(groups):
+    by_ranks: dict[tuple[Any, ...], list[Member]] = {}
+    for group in groups:
         if not get_algorithm(group["algorithm"]).is_matrix:
             continue
         names = group_names(group, group["params"])
         for param, name in zip(group["params"], names, strict=True):
-            member = _Member(param, name, group, number, rules[id(param)], state[param])
-            ranks = tuple(sorted(member.plan.layout.ranks))
-            key = (ranks, str(compute_device(param)), is_dtensor(param))
+            member = Member(param, name, group, rules[id(param)], state[param])
+            device = compute_device(param)
+            key = (tuple(sorted(member.layout.ranks)), str(device), is_dtensor(param))
             by_ranks.setdefault(key, []).append(member)
     return [MatrixWork(by_ranks[key], key[0], distributed=key[2]) for key in sorted(by_ranks)]
 
 
-class _Member:
-    """One parameter with its group, state and description for the planner."""
+@dataclass
+class Batch:
+    """Whole matrices of one shape and kind on their owner.
 
-    def __init__(
-        self,
-        param: Tensor,
-        name: str,
-        group: dict[str, Any],
-        number: int,
-        rule: MatrixRule,
-        state: dict[str, Tensor],
-    ) -> None:
-        self.param, self.name, self.group, self.state = param, name, group, state
-        algorithm = get_algorithm(group["algorithm"])
-        if not isinstance(algorithm, MatrixAlgorithm):
-            raise AssertionError(f"{name}: {algorithm.name} is no matrix algorithm")
-        self.algorithm = algorithm
-        self.channels = (
-            Channel("direction", group["wire_dtype"]),
-            *(
-                Channel(b.name, str(state[b.name].dtype).removeprefix("torch."), b.by_row)
-                for b in algorithm.buffers
-            ),
-        )
-        costs, memory = _block_costs(rule, group, compute_device(param), state[MOMENTUM].dtype)
-        self.plan = PlanParam(
-            name, layout_of(param, name), rule, number, self.channels, costs, memory
-        )
+    Args:
+        tables: Where they come from and go to.
+        stack: (B, M, N): directions, then updates.
+        normalized: Whether the directions are divided by safety times their norm already.
+        buffers: State buffers by name, (B, M, N) or (B, M, 1).
+        square_sums: (B,), sums of squares of the weights; None where no option needs them.
+        flags: (B,), 1 where some rank had a gradient; None where that is certain.
+        scales: (B,), how far the updates go; set by the arithmetic.
+    """
 
-    def shard(self) -> Tensor:
-        return local_of(self.param)
-
-    def gradient(self) -> Tensor | None:
-        """Return the local gradient.
-
-        Raises:
-            NotImplementedError: The gradient is placed otherwise than the parameter.
-        """
-        grad = self.param.grad
-        if grad is None or not is_dtensor(grad) or not is_dtensor(self.param):
-            return grad
-        if grad.placements != self.param.placements:
-            raise NotImplementedError(
-                f"{self.name}: the gradient has placements {grad.placements}, the parameter "
-                f"{self.param.placements}; reduce or redistribute the gradient before step()"
-            )
-        return local_of(grad)
+    tables: BatchTables
+    stack: Tensor
+    normalized: bool
+    buffers: dict[str, Tensor]
+    square_sums: Tensor | None
+    flags: Tensor | None
+    scales: Tensor | None = None
 
 
 class MatrixWork:
-    """The exchange of one set of ranks and what this rank feeds into it.
+    """One set of parameters; its methods are the parts of a step, in order.
 
     Args:
         members: Parameters on these ranks, in an order that all ranks share.
         ranks: Global ranks, ascending.
         distributed: Whether the parameters are DTensors.
+
+    Collective: all of ``ranks``.
     """
 
     def __init__(
-        self, members: Sequence[_Member], ranks: tuple[int, ...], *, distributed: bool
+        self, members: Sequence[Member], ranks: tuple[int, ...], *, distributed: bool
     ) -> None:
         self.members = list(members)
-        device = compute_device(members[0].param)
+        self.device = compute_device(members[0].param)
+        self.kinds = kinds_of(self.members)
         limit = max(m.group["max_stage_bytes"] for m in members)
-        plan = make_plan([m.plan for m in members], max_stage_bytes=limit)
-        group = group_of(ranks) if distributed else None
-        agree_on_plan(plan, group, device)
+        self.plan = make_plan(
+            [m.plan_param(kind) for m, kind in zip(members, self.kinds, strict=True)],
+            max_stage_bytes=limit,
+        )
+        process_group = group_of(ranks) if distributed else None
+        agree_on_plan(self.plan, process_group, self.device)
         rank = dist.get_rank() if distributed else ranks[0]
-        self.exchange = Exchange(plan, rank, group, device)
-        self.stages = range(plan.stages)
-        self._travelling = {u.param for u in plan.units if u.travels}
-        self._gradients: list[Tensor | None] = []
-        self._momenta: dict[int, Tensor] = {}
-        self._directions: dict[int, Tensor] = {}
+        self.tables = rank_tables(self.plan, rank)
+        self.exchange = Exchange(self.plan, rank, process_group, self.device)
+        self.stages = range(self.plan.stages)
+        self._index: dict[tuple[int, ...], Tensor] = {}
+        # One member stands for its kind: all have the same options and dtypes.
+        self._of_kind = {kind: m for kind, m in zip(self.kinds, members, strict=True)}
+        self._ops = {
+            kind: select_piece_operations(self.device, m.dtypes())
+            for kind, m in self._of_kind.items()
+        }
 
     def begin(self) -> None:
-        """Advance the momentum of every parameter with a gradient.
+        """Advance the momentum of every parameter and measure its direction."""
+        self._grads = Gradients(self.members)
+        self._params = [m.shard() for m in self.members]
+        measured = [
+            self._ops[kind]
+            .advance(self._grads.grads, self._grads.momenta, table, **self._momentum_options(kind))
+            .to(self.device)
+            for kind, table in self.tables.own.items()
+        ]
+        # Every own piece has one kind and is zero in the others.
+        self._statistics = torch.stack(measured).sum(0) if measured else None
+        self._factors = {
+            kind: normalizers(self._own_statistics()[:, 1], self._of_kind[kind].group)
+            for kind in self.tables.own
+        }
 
-        Where only this rank may lack the gradient, the advanced momentum waits until the owner says
-        whether another rank had one.
+    def send(self, stage: int) -> Message | None:
+        """Pack this rank's shards of a stage and start their way to the owners.
+
+        Collective: all ranks of the set.
         """
-        self._gradients = [m.gradient() for m in self.members]
-        self._momenta = {}
-        by_group: dict[int, list[int]] = {}
-        for index, (member, grad) in enumerate(zip(self.members, self._gradients, strict=True)):
-            momentum = local_of(member.state[MOMENTUM])
-            if grad is not None:
-                self._momenta[index] = momentum
-                by_group.setdefault(id(member.group), []).append(index)
-            elif index in self._travelling:
-                self._momenta[index] = momentum * member.group["momentum"]
-        for indices in by_group.values():
-            group = self.members[indices[0]].group
-            update_rules.advance_momentum(
-                [self._momenta[i] for i in indices],
-                [self._signed_gradient(i) for i in indices],
-                momentum=group["momentum"],
+        if not self.exchange.travels[stage]:
+            return None
+        tables = self.tables.stages[stage]
+        packets = self.exchange.outbox(stage, tables, "there")
+        sent = exponents(self._own_statistics()[:, 0])
+        for (kind, channel), table in tables.send.items():
+            member = self._of_kind[kind]
+            flat = packets.view(member.channel_dtype(channel))
+            if channel == 0:
+                scaled = flat.dtype.itemsize <= 2
+                factors = power_of_two(-sent) if scaled else None
+                options = self._momentum_options(kind)
+                self._ops[kind].emit(
+                    self._grads.grads, self._grads.momenta, flat, table, factors, **options
+                )
+            else:
+                self._ops[kind].copy_to_flat(self._state(kind, channel), flat, table)
+        pieces = self._tensor(tables.send_pieces)
+        flags = self._grads.flags(self.device)[self._params_of(pieces)]
+        write_headers(
+            packets, self._tensor(tables.headers[0]), sent[pieces], flags, self._squares()[pieces]
+        )
+        return self.exchange.start(stage, tables, "there")
+
+    def receive(self, stage: int, message: Message | None) -> list[Batch]:
+        """Return the whole matrices that this rank computes in a stage."""
+        tables = self.tables.stages[stage]
+        packets = headers = None
+        if message is not None:
+            packets = message.wait()
+            headers = read_headers(packets, self._tensor(tables.headers[1]))
+        batches = []
+        for batch in tables.batches:
+            if not batch.travels:
+                if self._grads.any_present(self.plan.units[u].param for u in batch.units):
+                    batches.append(self._cut(batch))
+            elif packets is not None and headers is not None:
+                batches.append(self._assemble(batch, packets, headers))
+        self.exchange.traffic.matrices += sum(len(b.tables.units) for b in batches)
+        return batches
+
+    def compute(self, batches: Sequence[Batch]) -> None:
+        """Turn the directions of every batch into updates."""
+        for batch in batches:
+            member = self._of_kind[batch.tables.kind]
+            batch.stack, batch.scales = batch_update(
+                batch.stack,
+                batch.buffers,
+                batch.square_sums,
+                member.algorithm,
+                member.group,
+                normalized=batch.normalized,
             )
 
-    def send(self, stage: int) -> Any:
-        """Start the exchange of a stage. Collective: all ranks of the set."""
-        self._directions = {}
-        return self.exchange.send(stage, self)
+    def send_back(self, stage: int, batches: Sequence[Batch]) -> Message | None:
+        """Write what stays on this rank, and start the way back of everything else.
 
-    def receive(self, stage: int, message: Any) -> list[Batch]:
-        """Return the whole matrices that this rank computes in a stage."""
-        return self.exchange.receive(stage, message, self)
-
-    def compute(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Replace the direction in every batch by its update; return the scales."""
-        scales = []
+        Collective: all ranks of the set.
+        """
+        tables = self.tables.stages[stage]
         for batch in batches:
-            member = self.members[self.exchange.plan.units[batch.units[0]].param]
-            scales.append(batch_update(batch, member.algorithm, member.group))
-        return scales
+            if not batch.tables.travels:
+                self._write_own(batch)
+        if not self.exchange.travels[stage]:
+            return None
+        packets = self.exchange.outbox(stage, tables, "back")
+        for batch in batches:
+            if batch.tables.travels:
+                self._pack_back(batch, packets, self._tensor(tables.headers[2]))
+        return self.exchange.start(stage, tables, "back")
+
+    def land(self, message: Message | None) -> None:
+        """Write the updates and buffers that come back into this rank's shards."""
+        if message is None:
+            return
+        tables = self.tables.stages[message.stage]
+        packets = message.wait()
+        headers = read_headers(packets, self._tensor(tables.headers[3]))
+        factors = power_of_two(headers[0]) * headers[2]
+        keep = None if self._grads.all_present else headers[1]
+        for (kind, channel), table in tables.land.items():
+            member, flat = self._of_kind[kind], packets.view(self._dtype(kind, channel))
+            if channel:
+                state = self._state(kind, channel)
+                self._ops[kind].copy_to_tensors(flat, state, table, None, keep)
+                continue
+            self._ops[kind].write(
+                self._params, flat, table, factors, **member.write_options(self.device), keep=keep
+            )
+            if keep is not None:
+                self._grads.commit(table, keep)
 
     def finish(self) -> None:
-        """Let go of the step's tensors."""
-        self._gradients, self._momenta, self._directions = [], {}, {}
+        """Write back what had to be copied, and let go of the step's tensors."""
+        for member, flat in zip(self.members, self._params, strict=True):
+            member.restore(flat)
+        del self._grads, self._params, self._statistics, self._factors
 
-    def write(self, arrivals: Sequence[Arrival]) -> None:
-        """Write updates into the weights and buffers into the state."""
-        for arrival in arrivals:
-            member = self.members[arrival.param]
-            flag = None if self._gradients[arrival.param] is not None else arrival.flag
-            if arrival.channel:
-                target = local_of(member.state[member.channels[arrival.channel].name])
-                self._copy(target, arrival, arrival.values, flag)
-                continue
-            if flag is not None:
-                momentum = self._momenta[arrival.param].view(-1)
-                moved = local_views(momentum, arrival.pieces)
-                self._copy(local_of(member.state[MOMENTUM]), arrival, moved, flag)
-            self._write_update(member, arrival, flag)
+    def _cut(self, tables: BatchTables) -> Batch:
+        """Fill a batch from this rank's own tensors."""
+        kind = tables.kind
+        member, ops = self._of_kind[kind], self._ops[kind]
+        units = [self.plan.units[u] for u in tables.units]
+        shape = (len(units), units[0].rows, units[0].columns)
+        dtype = member.state[MOMENTUM].dtype
+        if ops.FUSES_NORM:
+            dtype = stack_dtype(member.group, self.device, dtype)
+        stack = torch.empty(shape, dtype=dtype, device=self.device)
+        ops.emit(
+            self._grads.grads,
+            self._grads.momenta,
+            stack.view(-1),
+            tables.inward[0],
+            self._factors[kind] if ops.FUSES_NORM else None,
+            **self._momentum_options(kind),
+        )
+        buffers = {}
+        for channel, spec in enumerate(member.channels[1:], start=1):
+            value = self._buffer_stack(shape, kind, channel)
+            ops.copy_to_flat(self._state(kind, channel), value.view(-1), tables.inward[channel])
+            buffers[spec.name] = value
+        squares = self._squares()[self._tensor(tables.own_pieces)]
+        return Batch(tables, stack, ops.FUSES_NORM, buffers, squares, None)
 
-    def tensor(self, param: int, channel: int) -> Tensor:
-        """Return the flat local tensor of one channel; see ``Sources``."""
-        member = self.members[param]
-        if channel:
-            return local_of(member.state[member.channels[channel].name]).view(-1)
-        if param not in self._directions:
-            self._directions[param] = self._direction(param)
-        return self._directions[param].view(-1)
+    def _assemble(self, tables: BatchTables, packets: Tensor, headers: Tensor) -> Batch:
+        """Fill a batch from parcels, each matrix at the scale of its largest parcel."""
+        kind = tables.kind
+        member, ops = self._of_kind[kind], self._ops[kind]
+        units = [self.plan.units[u] for u in tables.units]
+        shape = (len(units), units[0].rows, units[0].columns)
+        parcels, there = self._padded(tables.parcels)
+        sent = headers[0][parcels].where(there, -torch.inf)
+        # Only the scales within one matrix matter: it is orthogonalized.
+        relative = sent - sent.amax(dim=1, keepdim=True)
+        factors = torch.ones_like(headers[0])
+        factors[parcels[there]] = power_of_two(relative[there])
+        stack = torch.empty(shape, dtype=self._dtype(kind, 0), device=self.device)
+        scaled = stack.dtype.itemsize <= 2
+        flat = packets.view(stack.dtype)
+        ops.copy_to_tensors(flat, [stack], tables.inward[0], factors if scaled else None)
+        buffers = {}
+        for channel, spec in enumerate(member.channels[1:], start=1):
+            value = self._buffer_stack(shape, kind, channel)
+            ops.copy_to_tensors(packets.view(value.dtype), [value], tables.inward[channel])
+            buffers[spec.name] = value
+        flags = headers[1][parcels].where(there, 0.0).amax(dim=1)
+        squares = headers[2][parcels].where(there, 0.0).sum(dim=1)
+        return Batch(tables, stack, False, buffers, squares, flags)
 
-    def present(self, param: int) -> bool:
-        """Whether this rank has a gradient for the parameter; see ``Sources``."""
-        return self._gradients[param] is not None
+    def _write_own(self, batch: Batch) -> None:
+        kind, tables = batch.tables.kind, batch.tables
+        member, ops = self._of_kind[kind], self._ops[kind]
+        pieces = self._tensor(tables.own_pieces)
+        factors = torch.zeros(
+            len(self.tables.own_units), device=self.device, dtype=self._wide(kind)
+        )
+        factors[pieces] = _scales(batch)
+        keep = None
+        if not self._grads.all_present:
+            keep = self._grads.flags(self.device)[self._params_of_own()]
+        ops.write(
+            self._params,
+            batch.stack.view(-1),
+            tables.inward[0],
+            factors,
+            **member.write_options(self.device),
+            keep=keep,
+        )
+        for channel, spec in enumerate(member.channels[1:], start=1):
+            value = batch.buffers[spec.name].view(-1)
+            state = self._state(kind, channel)
+            ops.copy_to_tensors(value, state, tables.inward[channel], None, keep)
 
-    def square_sum(self, param: int, pieces: Sequence[Segment]) -> Tensor | None:
-        """Return the sum of squares of the weights in the rectangles; see ``Sources``."""
-        member = self.members[param]
-        if member.group["adjust_lr_fn"] != "match_param_rms":
-            return None
-        flat = member.shard().reshape(-1)
-        return update_rules.square_sum(local_views(flat, pieces))
+    def _pack_back(self, batch: Batch, packets: Tensor, index: Tensor) -> None:
+        kind, tables = batch.tables.kind, batch.tables
+        member, ops = self._of_kind[kind], self._ops[kind]
+        flat = packets.view(self._dtype(kind, 0))
+        sent = torch.zeros(len(index), device=self.device)
+        factors = None
+        # In its own dtype an update travels as it is.
+        if flat.dtype.itemsize <= 2 and flat.dtype != batch.stack.dtype:
+            sent = exponents(ops.statistics([batch.stack], tables.outward[0])[:, 0])
+            factors = power_of_two(-sent)
+        ops.copy_to_flat([batch.stack], flat, tables.outward[0], factors)
+        for channel, spec in enumerate(member.channels[1:], start=1):
+            value = batch.buffers[spec.name]
+            ops.copy_to_flat([value], packets.view(value.dtype), tables.outward[channel])
+        numbers = self._tensor(tuple(n for ns in tables.back_parcels for n in ns))
+        counts = tuple(b for b, ns in enumerate(tables.back_parcels) for _ in ns)
+        position = self._tensor(counts)
+        flags = torch.ones_like(sent[numbers]) if batch.flags is None else batch.flags[position]
+        scales = _scales(batch)[position].to(torch.float32)
+        write_headers(packets, index[numbers], sent[numbers], flags, scales)
 
-    def _direction(self, param: int) -> Tensor:
-        group, momentum = self.members[param].group, self._momenta[param]
-        if not group["nesterov"]:
-            return momentum
-        grad = None if self._gradients[param] is None else self._signed_gradient(param)
-        return update_rules.look_ahead(grad, momentum, group["momentum"])
+    def _own_statistics(self) -> Tensor:
+        if self._statistics is None:
+            return torch.zeros((0, 2), device=self.device)
+        return self._statistics
 
-    def _signed_gradient(self, param: int) -> Tensor:
-        grad = self._gradients[param]
-        if grad is None:
-            raise AssertionError(f"{self.members[param].name} has no gradient")
-        grad = grad.to(self._momenta[param].dtype).contiguous()
-        return -grad if self.members[param].group["maximize"] else grad
+    def _squares(self) -> Tensor:
+        """Return the sum of squares of the weights of each own piece; zeros where not needed."""
+        result = torch.zeros(len(self.tables.own_units), device=self.device)
+        for kind, table in self.tables.own.items():
+            if self._of_kind[kind].group["adjust_lr_fn"] == "match_param_rms":
+                squares = self._ops[kind].statistics(self._params, table)[:, 1]
+                result = result + squares.to(self.device)
+        return result
 
-    def _write_update(self, member: _Member, arrival: Arrival, flag: Tensor | None) -> None:
-        shard, group = member.shard(), member.group
-        flat = shard.view(-1) if shard.is_contiguous() else shard.reshape(-1)
-        for target, values in zip(local_views(flat, arrival.pieces), arrival.values, strict=True):
-            update_rules.write_update(
-                target,
-                values,
-                arrival.scale,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                cautious=group["cautious_weight_decay"],
-                flag=flag,
-            )
-        if not shard.is_contiguous():
-            shard.copy_(flat.view(shard.shape))
+    def _padded(self, numbers: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
+        """Return numbers as a rectangle, and which of its places hold one."""
+        width = max((len(n) for n in numbers), default=0)
+        flat = tuple(x for n in numbers for x in (*n, *([-1] * (width - len(n)))))
+        index = self._tensor(flat).view(len(numbers), width)
+        return index.clamp_min(0), index >= 0
 
-    def _copy(
-        self, target: Tensor, arrival: Arrival, values: Sequence[Tensor], flag: Tensor | None
-    ) -> None:
-        for view, value in zip(local_views(target.view(-1), arrival.pieces), values, strict=True):
-            view.copy_(value if flag is None else torch.where(flag > 0, value, view))
+    def _tensor(self, numbers: tuple[int, ...]) -> Tensor:
+        """Return an index tensor; copied to the device once."""
+        if numbers not in self._index:
+            self._index[numbers] = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        return self._index[numbers]
+
+    def _params_of_own(self) -> Tensor:
+        units = self.tables.own_units
+        return self._tensor(tuple(self.plan.units[u].param for u in units))
+
+    def _params_of(self, pieces: Tensor) -> Tensor:
+        return self._params_of_own()[pieces]
+
+    def _buffer_stack(self, shape: tuple[int, int, int], kind: int, channel: int) -> Tensor:
+        columns = 1 if self._of_kind[kind].channels[channel].by_row else shape[2]
+        return torch.empty(
+            (*shape[:2], columns), dtype=self._dtype(kind, channel), device=self.device
+        )
+
+    def _state(self, kind: int, channel: int) -> list[Tensor]:
+        """Return the local buffers of one channel; only those of the kind are ever used."""
+        name = self._of_kind[kind].channels[channel].name
+        return [local_of(m.state[name]) if name in m.state else m.shard() for m in self.members]
+
+    def _momentum_options(self, kind: int) -> dict[str, Any]:
+        group = self._of_kind[kind].group
+        sign = -1.0 if group["maximize"] else 1.0
+        return {"momentum": group["momentum"], "nesterov": group["nesterov"], "sign": sign}
+
+    def _dtype(self, kind: int, channel: int) -> torch.dtype:
+        return self._of_kind[kind].channel_dtype(channel)
+
+    def _wide(self, kind: int) -> torch.dtype:
+        return torch.promote_types(self._of_kind[kind].param.dtype, torch.float32)
 
 
-def _block_costs(
-    rule: MatrixRule, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype
-) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return FLOPs and work memory of one matrix of each block."""
-    schedule = resolve_schedule(group["ns_method"], group["ns_steps"])
-    work_dtype = resolve_dtype(group["ns_dtype"], device, dtype)
-    columns = rule.stack[2]
-    costs, memory = [], []
-    for ranges in block_rows(rule):
-        rows = sum(r.count for r in ranges)
-        ops = select_operations(min(rows, columns), work_dtype, device)
-        evaluation, _ = choose_evaluation(rows, columns, work_dtype, schedule, ops)
-        costs.append(cost(rows, columns, schedule, evaluation, ops.half_cost))
-        stack = rows * columns * (dtype.itemsize + work_dtype.itemsize)
-        memory.append(stack + work_bytes(rows, columns, work_dtype, evaluation))
-    return tuple(costs), tuple(memory)
+def _scales(batch: Batch) -> Tensor:
+    if batch.scales is None:
+        raise AssertionError("the batch has not been computed")
+    return batch.scales

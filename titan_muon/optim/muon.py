@@ -1,7 +1,7 @@
 """Muon for a whole model: one optimizer, one step, an algorithm for each param group."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from titan_muon.optim.algorithms import check_options, get_algorithm
 from titan_muon.optim.algorithms.base import ElementwiseAlgorithm
 from titan_muon.optim.groups import complete_group, matrix_rules
 from titan_muon.optim.loading import apply_load, prepare_load
-from titan_muon.optim.matrix_work import MatrixWork, matrix_work
+from titan_muon.optim.matrix_work import MatrixWork, matrix_works
 from titan_muon.optim.state import create_state, saved_groups
 
 __all__ = ["Muon", "NorMuon"]
@@ -55,6 +55,12 @@ class Muon(Optimizer):
         self._forget_layouts()
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step.
@@ -74,19 +80,19 @@ class Muon(Optimizer):
         works = self._matrix_works()
         for work in works:
             work.begin()
-        first = works[0].send(0) if works else None
+        arriving = works[0].send(0) if works else None
         self._step_elements()
         for work in works:
-            arriving = first if work is works[0] else work.send(0)
+            arriving = arriving if work is works[0] else work.send(0)
             returning = None
             for stage in work.stages:
                 following = work.send(stage + 1) if stage + 1 in work.stages else None
                 batches = work.receive(stage, arriving)
-                scales = work.compute(batches)
-                returned = work.exchange.send_back(stage, batches, scales)
-                work.write(work.exchange.receive_back(returning))
+                work.compute(batches)
+                returned = work.send_back(stage, batches)
+                work.land(returning)
                 arriving, returning = following, returned
-            work.write(work.exchange.receive_back(returning))
+            work.land(returning)
             work.finish()
         return loss
 
@@ -105,7 +111,7 @@ class Muon(Optimizer):
     def _matrix_works(self) -> list[MatrixWork]:
         """Return the plan and exchange of every set of ranks, made once."""
         if self._works is None:
-            self._works = matrix_work(self.param_groups, self.state, self._rules)
+            self._works = matrix_works(self.param_groups, self.state, self._rules)
         return self._works
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

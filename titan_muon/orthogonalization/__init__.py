@@ -12,6 +12,7 @@ from titan_muon.orthogonalization.methods import (
     cost,
     explain,
     orthogonalize_batch,
+    orthogonalize_normalized,
     resolve_dtype,
     work_bytes,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "cost",
     "explain",
     "orthogonalize_batch",
+    "orthogonalize_normalized",
     "polar_factor",
     "resolve_dtype",
     "resolve_schedule",

@@ -89,6 +89,41 @@ def orthogonalize_batch(
     return result
 
 
+@torch.no_grad()
+def orthogonalize_normalized(
+    x: Tensor, schedule: Schedule, *, evaluation: str = "auto", batch_size: int | None = None
+) -> Tensor:
+    """Orthogonalize matrices that are divided by safety times their Frobenius norm already.
+
+    Args:
+        x: (B, M, N), contiguous, in the dtype of the iteration. Overwritten.
+        schedule: The steps.
+        evaluation: As for :func:`orthogonalize_batch`.
+        batch_size: Most matrices in one launch; None for no limit.
+
+    Returns:
+        (B, M, N) in the dtype of ``x``; maybe ``x`` itself.
+    """
+    rows, columns = x.shape[-2:]
+    ops = select_operations(min(rows, columns), x.dtype, x.device)
+    chosen, _ = choose_evaluation(rows, columns, x.dtype, schedule, ops, evaluation)
+    iterations = (
+        gram_newton_schulz.writes(schedule)
+        if chosen == "gram"
+        else newton_schulz.writes(len(schedule.triples))
+    )
+    spare = torch.empty_like(x)
+    source, target = (x.mT, spare.mT) if rows > columns else (x, spare)
+    size = max(1, len(x)) if batch_size is None else batch_size
+    for start in range(0, len(x), size):
+        part = slice(start, start + size)
+        if chosen == "gram":
+            gram_newton_schulz.iterate(source[part], target[part], schedule, ops)
+        else:
+            newton_schulz.iterate(source[part], target[part], schedule.triples, ops)
+    return x if iterations % 2 == 0 else spare
+
+
 def choose_evaluation(
     rows: int,
     columns: int,

@@ -1,0 +1,284 @@
+"""Triton kernels of the operations on pieces; see ``pieces_reference`` for what they compute.
+
+All of them are bound by memory. One program handles one tile; which one, it reads from the table.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_muon.kernels.pieces import TILE, PieceTable, TileClass
+
+__all__ = ["advance", "copy_to_flat", "copy_to_tensors", "emit", "statistics", "write"]
+
+# One pass less over every matrix; see ``pieces_reference``.
+FUSES_NORM = True
+_WARPS = 8
+
+
+@triton.jit
+def _tile(tiles, segments, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    entry = tiles + tl.program_id(0).to(tl.int64) * 4
+    segment = segments + tl.load(entry) * 8
+    first_row, first_column = tl.load(entry + 1), tl.load(entry + 2)
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    tensor_rows = tl.load(segment + 3) + row * tl.load(segment + 4)
+    flat_rows = tl.load(segment + 5) + row * tl.load(segment + 6)
+    if ALIGNED:
+        tensor_rows = tl.multiple_of(tensor_rows, [8])
+        flat_rows = tl.multiple_of(flat_rows, [8])
+        column = tl.max_contiguous(tl.multiple_of(column, [8]), [COLUMNS])
+    inside = (row < tl.load(segment + 1))[:, None] & (column < tl.load(segment + 2))[None, :]
+    return (
+        tl.load(segment),
+        tl.load(segment + 7),
+        tl.load(entry + 3),
+        tensor_rows[:, None] + column[None, :],
+        flat_rows[:, None] + column[None, :],
+        inside,
+    )
+
+
+@triton.jit
+def _pointer(pointers, index, like, ALIGNED: tl.constexpr):
+    address = tl.load(pointers + index)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(like.dtype)
+
+
+@triton.jit
+def _store_statistics(partial, slot, value, inside):
+    value = tl.where(inside, value, 0.0)
+    tl.store(partial + slot * 2, tl.max(tl.max(tl.abs(value), 1), 0))
+    tl.store(partial + slot * 2 + 1, tl.sum(tl.sum(value * value, 1), 0))
+
+
+@triton.jit
+def _advance_kernel(
+    grads, momenta, grad_like, momentum_like, partial, tiles, segments, momentum, sign,
+    NESTEROV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    tensor, _, slot, offset, _, inside = _tile(tiles, segments, COLUMNS, ROWS, ALIGNED)
+    g = tl.load(_pointer(grads, tensor, grad_like, ALIGNED) + offset, mask=inside, other=0.0)
+    pointer = _pointer(momenta, tensor, momentum_like, ALIGNED) + offset
+    m = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+    g = g.to(tl.float32) * sign
+    # What later passes will read is the stored value, so measure that one.
+    stored = (m + (1.0 - momentum) * (g - m)).to(momentum_like.dtype.element_ty)
+    tl.store(pointer, stored, mask=inside)
+    m = stored.to(tl.float32)
+    direction = g + momentum * (m - g) if NESTEROV else m
+    _store_statistics(partial, slot, direction, inside)
+
+
+@triton.jit
+def _emit_kernel(
+    grads, momenta, grad_like, momentum_like, flat, factors, tiles, segments, momentum, sign,
+    NESTEROV: tl.constexpr, SCALED: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    tensor, piece, _, offset, target, inside = _tile(tiles, segments, COLUMNS, ROWS, ALIGNED)
+    m = tl.load(_pointer(momenta, tensor, momentum_like, ALIGNED) + offset, mask=inside, other=0.0)
+    m = m.to(tl.float32)
+    if NESTEROV:
+        g = tl.load(_pointer(grads, tensor, grad_like, ALIGNED) + offset, mask=inside, other=0.0)
+        g = g.to(tl.float32) * sign
+        m = g + momentum * (m - g)
+    if SCALED:
+        m = m * tl.load(factors + piece)
+    tl.store(flat + target, m.to(flat.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _statistics_kernel(
+    tensors, like, partial, tiles, segments,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    tensor, _, slot, offset, _, inside = _tile(tiles, segments, COLUMNS, ROWS, ALIGNED)
+    value = tl.load(_pointer(tensors, tensor, like, ALIGNED) + offset, mask=inside, other=0.0)
+    _store_statistics(partial, slot, value.to(tl.float32), inside)
+
+
+@triton.jit
+def _reduce_kernel(partial, bounds, result, CHUNK: tl.constexpr):
+    piece = tl.program_id(0)
+    start, stop = tl.load(bounds + piece), tl.load(bounds + piece + 1)
+    largest = tl.zeros((CHUNK,), tl.float32)
+    squares = tl.zeros((CHUNK,), tl.float32)
+    for first in range(start, stop, CHUNK):
+        slot = first + tl.arange(0, CHUNK)
+        inside = slot < stop
+        value = tl.load(partial + slot * 2, mask=inside, other=0.0)
+        largest = tl.maximum(largest, value)
+        squares += tl.load(partial + slot * 2 + 1, mask=inside, other=0.0)
+    tl.store(result + piece * 2, tl.max(largest, 0))
+    tl.store(result + piece * 2 + 1, tl.sum(squares, 0))
+
+
+@triton.jit
+def _copy_kernel(
+    tensors, like, flat, factors, keep, tiles, segments,
+    TO_FLAT: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    tensor, piece, _, offset, target, inside = _tile(tiles, segments, COLUMNS, ROWS, ALIGNED)
+    pointer = _pointer(tensors, tensor, like, ALIGNED) + offset
+    value = tl.load(pointer if TO_FLAT else flat + target, mask=inside, other=0.0)
+    if SCALED:
+        value = value.to(tl.float32) * tl.load(factors + piece)
+    if TO_FLAT:
+        tl.store(flat + target, value.to(flat.dtype.element_ty), mask=inside)
+    else:
+        if KEEP:
+            inside = inside & (tl.load(keep + piece) > 0)
+        tl.store(pointer, value.to(like.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_kernel(
+    params, like, flat, factors, keep, tiles, segments, lr, weight_decay,
+    LR_TENSOR: tl.constexpr, CAUTIOUS: tl.constexpr, KEEP: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    tensor, piece, _, offset, source, inside = _tile(tiles, segments, COLUMNS, ROWS, ALIGNED)
+    rate = tl.load(lr).to(tl.float32) if LR_TENSOR else lr
+    pointer = _pointer(params, tensor, like, ALIGNED) + offset
+    p = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(flat + source, mask=inside, other=0.0).to(tl.float32) * tl.load(factors + piece)
+    decay = p * (rate * weight_decay)
+    if CAUTIOUS:
+        decay = tl.where(u * p > 0, decay, 0.0)
+    if KEEP:
+        inside = inside & (tl.load(keep + piece) > 0)
+    tl.store(pointer, (p - u * rate - decay).to(like.dtype.element_ty), mask=inside)
+
+
+def advance(
+    grads: Sequence[Tensor], momenta: Sequence[Tensor], table: PieceTable, *,
+    momentum: float, nesterov: bool, sign: float,
+) -> Tensor:  # fmt: skip
+    """See ``pieces_reference.advance``; all gradients of one dtype, all momenta of one dtype."""
+    device = momenta[0].device
+    on, partial = table.on(device), _partials(table, device)
+    g, m = _pointers(grads, table), _pointers(momenta, table)
+    for tiles in on.classes:
+        _advance_kernel[(len(tiles.tiles),)](
+            g.table, m.table, g.like, m.like, partial, tiles.tiles, on.segments, momentum, sign,
+            NESTEROV=nesterov, **_shape(tiles, g, m),
+        )  # fmt: skip
+    return _reduce(partial, table, device)
+
+
+def emit(
+    grads: Sequence[Tensor], momenta: Sequence[Tensor], flat: Tensor, table: PieceTable,
+    factors: Tensor | None, *, momentum: float, nesterov: bool, sign: float,
+) -> None:  # fmt: skip
+    """See ``pieces_reference.emit``; all gradients of one dtype, all momenta of one dtype."""
+    on = table.on(flat.device)
+    g, m = _pointers(grads, table), _pointers(momenta, table)
+    for tiles in on.classes:
+        _emit_kernel[(len(tiles.tiles),)](
+            g.table, m.table, g.like, m.like, flat, factors, tiles.tiles, on.segments,
+            momentum, sign, NESTEROV=nesterov, SCALED=factors is not None, **_shape(tiles, g, m),
+        )  # fmt: skip
+
+
+def statistics(tensors: Sequence[Tensor], table: PieceTable) -> Tensor:
+    """See ``pieces_reference.statistics``; all tensors of one dtype."""
+    device = tensors[table.tensors[0]].device
+    on, partial, x = table.on(device), _partials(table, device), _pointers(tensors, table)
+    for tiles in on.classes:
+        _statistics_kernel[(len(tiles.tiles),)](
+            x.table, x.like, partial, tiles.tiles, on.segments, **_shape(tiles, x)
+        )
+    return _reduce(partial, table, device)
+
+
+def copy_to_flat(
+    tensors: Sequence[Tensor], flat: Tensor, table: PieceTable, factors: Tensor | None = None
+) -> None:
+    """See ``pieces_reference.copy_to_flat``; all tensors of one dtype."""
+    _copy(tensors, flat, table, factors, None, to_flat=True)
+
+
+def copy_to_tensors(
+    flat: Tensor, tensors: Sequence[Tensor], table: PieceTable,
+    factors: Tensor | None = None, keep: Tensor | None = None,
+) -> None:  # fmt: skip
+    """See ``pieces_reference.copy_to_tensors``; all tensors of one dtype."""
+    _copy(tensors, flat, table, factors, keep, to_flat=False)
+
+
+def write(
+    params: Sequence[Tensor], flat: Tensor, table: PieceTable, factors: Tensor, *,
+    lr: float | Tensor, weight_decay: float, cautious: bool, keep: Tensor | None = None,
+) -> None:  # fmt: skip
+    """See ``pieces_reference.write``; all weights of one dtype, a tensor lr on their device."""
+    on, p = table.on(flat.device), _pointers(params, table)
+    for tiles in on.classes:
+        _write_kernel[(len(tiles.tiles),)](
+            p.table, p.like, flat, factors, keep, tiles.tiles, on.segments, lr, weight_decay,
+            LR_TENSOR=isinstance(lr, Tensor), CAUTIOUS=cautious, KEEP=keep is not None,
+            **_shape(tiles, p),
+        )  # fmt: skip
+
+
+def _copy(
+    tensors: Sequence[Tensor], flat: Tensor, table: PieceTable,
+    factors: Tensor | None, keep: Tensor | None, *, to_flat: bool,
+) -> None:  # fmt: skip
+    on, x = table.on(flat.device), _pointers(tensors, table)
+    for tiles in on.classes:
+        _copy_kernel[(len(tiles.tiles),)](
+            x.table, x.like, flat, factors, keep, tiles.tiles, on.segments, TO_FLAT=to_flat,
+            SCALED=factors is not None, KEEP=keep is not None, **_shape(tiles, x),
+        )  # fmt: skip
+
+
+class _Pointers:
+    """Addresses of a list of tensors on their device, and an empty tensor of their dtype."""
+
+    def __init__(self, addresses: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.like = torch.empty(0, dtype=dtype, device=device)
+        self.table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+        self.aligned = all(address % 16 == 0 for address in addresses)
+
+
+# Parameters and states keep their addresses, gradients mostly do; entries leave oldest first.
+_POINTERS: dict[tuple[object, ...], _Pointers] = {}
+_MOST_POINTERS = 256
+
+
+def _pointers(tensors: Sequence[Tensor], table: PieceTable) -> _Pointers:
+    first = tensors[table.tensors[0]]
+    key = (tuple(t.data_ptr() for t in tensors), first.dtype, first.device)
+    found = _POINTERS.pop(key, None) or _Pointers(*key)
+    _POINTERS[key] = found
+    if len(_POINTERS) > _MOST_POINTERS:
+        del _POINTERS[next(iter(_POINTERS))]
+    return found
+
+
+def _shape(tiles: TileClass, *pointers: _Pointers) -> dict[str, object]:
+    return {
+        "COLUMNS": tiles.columns,
+        "ROWS": TILE // tiles.columns,
+        "ALIGNED": tiles.aligned and all(p.aligned for p in pointers),
+        "num_warps": _WARPS,
+    }
+
+
+def _partials(table: PieceTable, device: torch.device) -> Tensor:
+    return torch.empty((table.on(device).slots, 2), dtype=torch.float32, device=device)
+
+
+def _reduce(partial: Tensor, table: PieceTable, device: torch.device) -> Tensor:
+    result = torch.empty((table.pieces, 2), dtype=torch.float32, device=device)
+    if table.pieces:
+        _reduce_kernel[(table.pieces,)](partial, table.on(device).bounds, result, CHUNK=1024)
+    return result

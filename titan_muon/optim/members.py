@@ -1,0 +1,185 @@
+"""One Muon-family parameter as the engine sees it, and the gradients of a step."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_muon.distributed.layout import is_dtensor, layout_of
+from titan_muon.distributed.matrices import MatrixRule, block_rows
+from titan_muon.distributed.plan import Channel, PlanParam
+from titan_muon.distributed.tensors import compute_device, local_of
+from titan_muon.kernels.pieces import PieceTable
+from titan_muon.optim.algorithms.base import MatrixAlgorithm, get_algorithm
+from titan_muon.optim.matrix_math import matrix_cost
+from titan_muon.optim.state import MOMENTUM
+
+__all__ = ["Gradients", "Member", "kinds_of"]
+
+
+class Member:
+    """A parameter with its group, state and description for the planner.
+
+    Args:
+        param: Plain tensor or DTensor.
+        name: For errors.
+        group: Its complete param group.
+        rule: Its matrices.
+        state: Its state.
+
+    Raises:
+        NotImplementedError: A placement is ``Partial``.
+    """
+
+    def __init__(
+        self,
+        param: Tensor,
+        name: str,
+        group: dict[str, Any],
+        rule: MatrixRule,
+        state: dict[str, Tensor],
+    ) -> None:
+        self.param, self.name, self.group, self.state = param, name, group, state
+        self.layout, self.rule = layout_of(param, name), rule
+        algorithm = get_algorithm(group["algorithm"])
+        if not isinstance(algorithm, MatrixAlgorithm):
+            raise AssertionError(f"{name}: {algorithm.name} is no matrix algorithm")
+        self.algorithm = algorithm
+        self.channels = (
+            Channel("direction", group["wire_dtype"]),
+            *(Channel(b.name, _dtype_name(state[b.name]), b.by_row) for b in algorithm.buffers),
+        )
+
+    def plan_param(self, kind: int) -> PlanParam:
+        """Return what the planner knows of the parameter."""
+        sizes = [sum(r.count for r in ranges) for ranges in block_rows(self.rule)]
+        device, dtype = compute_device(self.param), self.state[MOMENTUM].dtype
+        costs = [matrix_cost(n, self.rule.stack[2], self.group, device, dtype) for n in sizes]
+        flops, memory = zip(*costs, strict=True)
+        return PlanParam(self.name, self.layout, self.rule, kind, self.channels, flops, memory)
+
+    def dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of weight and state; offloading adds one that no kernel takes."""
+        found = [self.param.dtype, *(t.dtype for t in self.state.values())]
+        offloaded = local_of(self.param).device != compute_device(self.param)
+        return [*found, torch.float64] if offloaded else found
+
+    def channel_dtype(self, channel: int) -> torch.dtype:
+        """Return the dtype in which a channel travels."""
+        return getattr(torch, self.channels[channel].dtype)
+
+    def shard(self) -> Tensor:
+        """Return the local weights, contiguous: a copy where they are not, see :meth:`restore`."""
+        return local_of(self.param).contiguous()
+
+    def restore(self, shard: Tensor) -> None:
+        """Write back a shard that had to be copied."""
+        live = local_of(self.param)
+        if live.data_ptr() != shard.data_ptr():
+            live.copy_(shard)
+
+    def gradient(self) -> Tensor | None:
+        """Return the local gradient.
+
+        Raises:
+            NotImplementedError: The gradient is placed otherwise than the parameter.
+        """
+        grad = self.param.grad
+        if grad is None or not is_dtensor(grad) or not is_dtensor(self.param):
+            return grad
+        if grad.placements != self.param.placements:
+            raise NotImplementedError(
+                f"{self.name}: the gradient has placements {grad.placements}, the parameter "
+                f"{self.param.placements}; reduce or redistribute the gradient before step()"
+            )
+        return local_of(grad)
+
+    def write_options(self, device: torch.device) -> dict[str, Any]:
+        """Return the arguments of the write, a tensor lr on the device."""
+        lr = self.group["lr"]
+        return {
+            "lr": lr.to(device, non_blocking=True) if isinstance(lr, Tensor) else lr,
+            "weight_decay": float(self.group["weight_decay"]),
+            "cautious": self.group["cautious_weight_decay"],
+        }
+
+
+class Gradients:
+    """Local gradients and momenta of one step.
+
+    A parameter without a gradient here gets zeros and a copy of its momentum, which becomes the
+    momentum only where another rank had a gradient.
+
+    Args:
+        members: All parameters.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        found = [member.gradient() for member in members]
+        self._live = [local_of(member.state[MOMENTUM]) for member in members]
+        self._missing = [i for i, grad in enumerate(found) if grad is None]
+        self._present = torch.tensor([float(grad is not None) for grad in found])
+        self.momenta = list(self._live)
+        for index in self._missing:
+            self.momenta[index] = self._live[index].clone()
+        self.grads = [
+            torch.zeros_like(momentum) if grad is None else grad.contiguous()
+            for grad, momentum in zip(found, self._live, strict=True)
+        ]
+        _make_uniform(self.grads, self.momenta)
+
+    @property
+    def all_present(self) -> bool:
+        """Whether this rank has every gradient."""
+        return not self._missing
+
+    def any_present(self, params: Iterable[int]) -> bool:
+        """Whether this rank has the gradient of one of some parameters."""
+        missing = set(self._missing)
+        return any(param not in missing for param in params)
+
+    def flags(self, device: torch.device) -> Tensor:
+        """Return (parameters,) float32, 1 where this rank has the gradient."""
+        if self.all_present:
+            return torch.ones(len(self.grads), device=device)
+        return self._present.to(device)
+
+    def commit(self, table: PieceTable, keep: Tensor) -> None:
+        """Take over the advanced momentum of missing gradients where some rank had one.
+
+        Args:
+            table: Segments on the tensor side.
+            keep: (pieces,), 1 where some rank had a gradient.
+        """
+        missing = set(self._missing)
+        for row in table.rows:
+            if row.tensor in missing:
+                live, moved = (
+                    t.as_strided(
+                        (row.rows, row.columns),
+                        (row.tensor_stride, 1),
+                        t.storage_offset() + row.tensor_offset,
+                    )
+                    for t in (self._live[row.tensor], self.momenta[row.tensor])
+                )
+                live.copy_(torch.where(keep[row.piece].to(live.device) > 0, moved, live))
+
+
+def kinds_of(members: Sequence[Member]) -> list[int]:
+    """Number the members so that equal numbers mean equal group and dtypes."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    return [
+        numbers.setdefault((id(m.group), *m.dtypes(), m.channels), len(numbers)) for m in members
+    ]
+
+
+def _make_uniform(grads: list[Tensor], momenta: Sequence[Tensor]) -> None:
+    """Cast gradients to their momentum's dtype unless all have one dtype that kernels take."""
+    kinds = {grad.dtype for grad in grads}
+    if len(kinds) > 1:
+        grads[:] = [g.to(m.dtype) for g, m in zip(grads, momenta, strict=True)]
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
