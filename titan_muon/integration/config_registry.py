@@ -1,5 +1,7 @@
 """Runs by function name: ``--module titan_muon.integration --config llama3_debug_muon``."""
 
+from typing import Any
+
 from torchtitan.config import TrainingConfig
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
@@ -48,7 +50,9 @@ def _debug_run(config: Trainer.Config, run: str, optimizer: str) -> Trainer.Conf
     config.dump_folder = f"outputs/{run}"
     config.hf_assets_path = "outputs/data/tokenizer"
     # In so short a run AdamW's first steps are larger than Muon's at one lr.
-    lrs = {"lr": 2e-3} if optimizer == "AdamW" else {"lr": 8e-3, "adamw": {"lr": 2e-3}}
+    lrs: dict[str, Any] = (
+        {"lr": 2e-3} if optimizer == "AdamW" else {"lr": 8e-3, "adamw": {"lr": 2e-3}}
+    )
     config.optimizer = optimizer_config(optimizer, **lrs)
     config.lr_scheduler.warmup_steps = 5
     config.lr_scheduler.decay_type = "cosine"
