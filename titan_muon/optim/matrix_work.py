@@ -297,7 +297,7 @@ class MatrixWork:
         factors = torch.zeros(
             len(self.tables.own_units), device=self.device, dtype=self._wide(kind)
         )
-        factors[pieces] = _scales(batch)
+        factors[pieces] = _scales(batch).to(factors.dtype)
         keep = None
         if not self._grads.all_present:
             keep = self._grads.flags(self.device)[self._params_of_own()]
