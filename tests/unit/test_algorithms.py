@@ -24,7 +24,7 @@ from titan_muon.optim.algorithms import (
     get_algorithm,
     register_algorithm,
 )
-from titan_muon.optim.options import COMMON_OPTIONS, MATRIX_OPTIONS
+from titan_muon.optim.options import COMMON_OPTIONS, MATRIX_OPTIONS, Option
 from titan_muon.orthogonalization import orthogonalize_batch, resolve_schedule
 
 
@@ -188,6 +188,16 @@ def test_registered_algorithm_is_known_everywhere():
     assert "keep" not in Muon(parameters((4, 6)), keep=0.5).param_groups[0]
     saved = Muon([{"params": parameters((4, 6)), "algorithm": name}]).state_dict()
     assert saved["param_groups"][0]["keep"] == 0.5
+
+
+def test_constructor_value_is_checked_by_the_groups_own_algorithm():
+    narrow = Option(0.0, "0", lambda v: v == 0, "no memory")
+    options = {**MATRIX_OPTIONS, "momentum": narrow}
+    register_algorithm(_algorithm(name="narrow_test", options=options))
+    group = {"params": parameters((4, 6)), "algorithm": "narrow_test"}
+    assert Muon([group]).param_groups[0]["momentum"] == 0.0
+    with pytest.raises(ValueError, match="param group 0: momentum = 0.9 is not allowed; use 0"):
+        Muon([group], momentum=0.9)
 
 
 class SignAlgorithm(ElementwiseAlgorithm):
