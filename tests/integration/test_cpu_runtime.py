@@ -183,10 +183,17 @@ def test_adapt_config_switches_compilation_off(
 def test_adapt_config_refuses_what_only_a_gpu_has(config: Any) -> None:
     from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 
-    config.profiler.enable_memory_snapshot = True
-    with pytest.raises(ValueError, match=r"profiler\.enable_memory_snapshot.*leave it out"):
-        cpu_runtime.adapt_config(config)
-    config.profiler.enable_memory_snapshot = False
+    for section, name, value in (
+        ("profiler", "enable_memory_snapshot", True),
+        ("debug", "spmd_typechecking", True),
+        ("comm", "mode", "torchcomms"),
+    ):
+        table = getattr(config, section)
+        plain = getattr(table, name)
+        setattr(table, name, value)
+        with pytest.raises(ValueError, match=rf"{section}\.{name} = .*leave it out"):
+            cpu_runtime.adapt_config(config)
+        setattr(table, name, plain)
     first_attention = config.model_spec.model.layers[0].attention
     flex = first_attention.inner_attention
     first_attention.inner_attention = VarlenAttention.Config(window_size=(64, 0))

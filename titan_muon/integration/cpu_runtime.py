@@ -79,6 +79,8 @@ def _refuse_gpu_only_settings(config: "Trainer.Config") -> None:
     advice = "It does not run on a CPU; leave it out, or train on a GPU."
     if config.profiler.enable_memory_snapshot:
         raise ValueError(f"profiler.enable_memory_snapshot = true. {advice}")
+    if config.debug.spmd_typechecking:
+        raise ValueError(f"debug.spmd_typechecking = true. {advice}")
     if config.comm.mode == "torchcomms":
         raise ValueError(f"comm.mode = 'torchcomms'. {advice}")
     if config.model_spec is None:
