@@ -5,6 +5,8 @@ stand behind it.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -69,6 +71,11 @@ class Operations:
     product: Product
 
 
+# Below this many rows a product is over before its tiles fill the GPU; cuBLAS wins there.
+MIN_ROWS = 256
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
 def select_operations(rows: int, dtype: torch.dtype, device: torch.device) -> Operations:
     """Pick the operations for matrices of one size on one device.
 
@@ -80,15 +87,48 @@ def select_operations(rows: int, dtype: torch.dtype, device: torch.device) -> Op
     Returns:
         The operations, with the reason for the choice in ``why``.
     """
-    return _reference(f"{device.type} has no Triton kernels; torch computes every product whole")
+    why = decline_reason(rows, dtype, device)
+    if why is not None:
+        return Operations(
+            name="reference",
+            why=why,
+            half_cost=False,
+            gram=reference.gram,
+            symmetric_product=reference.symmetric_product,
+            product=reference.product,
+        )
+    from titan_muon.kernels import symmetric_matmul
 
-
-def _reference(why: str) -> Operations:
     return Operations(
-        name="reference",
-        why=why,
-        half_cost=False,
-        gram=reference.gram,
-        symmetric_product=reference.symmetric_product,
+        name="triton",
+        why="symmetric products compute one triangle",
+        half_cost=True,
+        gram=symmetric_matmul.gram,
+        symmetric_product=symmetric_matmul.symmetric_product,
         product=reference.product,
     )
+
+
+def decline_reason(rows: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why the Triton kernels are not used, or None; see :func:`select_operations`."""
+    if device.type != "cuda":
+        return f"no Triton kernels on {device.type}"
+    if dtype not in _DTYPES:
+        return f"no Triton kernels for {str(dtype).removeprefix('torch.')}"
+    if rows < MIN_ROWS:
+        return f"cuBLAS is faster below {MIN_ROWS} rows, and these have {rows}"
+    return _missing(device)
+
+
+@lru_cache(maxsize=64)
+def _missing(device: torch.device) -> str | None:
+    if torch.version.hip is not None:
+        return "the Triton kernels are tested on NVIDIA GPUs only, and this is ROCm"
+    if not torch.cuda.is_available():
+        return "no CUDA device here"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"the Triton kernels need compute capability 8.0, and this GPU has {capability}"
+    return None

@@ -135,7 +135,7 @@ def _copy_kernel(
         tl.store(flat + target, value.to(flat.dtype.element_ty), mask=inside)
     else:
         if KEEP:
-            inside = inside & (tl.load(keep + piece) > 0)
+            inside = tl.where(tl.load(keep + piece) > 0, inside, False)
         tl.store(pointer, value.to(like.dtype.element_ty), mask=inside)
 
 
@@ -154,7 +154,7 @@ def _write_kernel(
     if CAUTIOUS:
         decay = tl.where(u * p > 0, decay, 0.0)
     if KEEP:
-        inside = inside & (tl.load(keep + piece) > 0)
+        inside = tl.where(tl.load(keep + piece) > 0, inside, False)
     tl.store(pointer, (p - u * rate - decay).to(like.dtype.element_ty), mask=inside)
 
 

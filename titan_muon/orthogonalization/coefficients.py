@@ -42,7 +42,7 @@ class ScheduleFamily:
         triples: (a, b, c) of each step; the last one repeats up to ``max_steps``.
         safety: See :class:`Schedule`.
         max_steps: Largest number of steps.
-        band: Where five steps land singular values of 0.01 and above.
+        band: Where five steps land singular values between 0.002 and 1 of the normalised matrix.
         source: Where the numbers come from.
     """
 
@@ -65,7 +65,7 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
             ),
             safety=1.02,
             max_steps=5,
-            band=(0.86, 1.14),
+            band=(0.858, 1.142),
             source="Amsel, Persson, Musco, Gower: The Polar Express, arXiv:2505.16932",
         ),
         "newton_schulz": ScheduleFamily(
@@ -85,8 +85,9 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
             ),
             safety=1.0,
             max_steps=5,
-            band=(0.7, 1.2),
-            source="You, https://x.com/YouJiacheng/status/1905861218138804534",
+            band=(0.85, 1.15),
+            source="Jiacheng You, https://x.com/YouJiacheng/status/1905861218138804534; "
+            "used by KellerJordan/modded-nanogpt",
         ),
     }
 )

@@ -1,0 +1,170 @@
+"""Products whose result is symmetric: one triangle is computed, the other mirrored.
+
+This is the host side: it picks a kernel and a launch shape. The kernels are in
+:mod:`titan_muon.kernels.triton_symmetric` (any strides, any NVIDIA GPU since Ampere) and
+:mod:`titan_muon.kernels.triton_hopper`; both import triton, so only functions import them.
+"""
+
+import warnings
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from titan_muon.kernels import reference
+from titan_muon.kernels.configurations import (
+    HOPPER_SMALL,
+    Configuration,
+    known_configuration,
+    pointer_configuration,
+)
+
+
+def gram(
+    x: Tensor, *, out: Tensor | None = None, configuration: Configuration | None = None
+) -> Tensor:
+    """Compute ``x @ x.mT`` by triangles; see :func:`titan_muon.kernels.reference.gram`.
+
+    Args:
+        x: (B, M, N), float16, bfloat16 or float32, any strides. Not modified.
+        out: (B, M, M) that does not overlap ``x``, or None to allocate.
+        configuration: Launch shape; None looks it up.
+
+    Returns:
+        (B, M, M), symmetric up to the order of sums.
+    """
+    if out is None:
+        out = x.new_empty(x.shape[0], x.shape[1], x.shape[1])
+    return _multiply(x, x.mT, None, 1.0, 0.0, out, configuration)
+
+
+def symmetric_product(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    out: Tensor | None = None,
+    configuration: Configuration | None = None,
+) -> Tensor:
+    """Compute ``alpha * a @ b + beta * c`` by triangles.
+
+    See :func:`titan_muon.kernels.reference.symmetric_product`. If ``a @ b`` is not symmetric, the
+    result is not ``a @ b``: most of its upper triangle mirrors the lower one.
+
+    Args:
+        a: (B, M, K), float16, bfloat16 or float32, any strides. Not modified.
+        b: (B, K, M), like ``a``. Not modified.
+        c: (B, M, M), symmetric; read only where ``beta`` is not 0. Not modified.
+        alpha: Factor of the product.
+        beta: Factor of ``c``.
+        out: (B, M, M) that does not overlap an input, or None to allocate.
+        configuration: Launch shape; None looks it up.
+
+    Returns:
+        (B, M, M), symmetric up to the order of sums.
+    """
+    if out is None:
+        out = a.new_empty(a.shape[0], a.shape[1], a.shape[1])
+    return _multiply(a, b, c if beta != 0.0 else None, alpha, beta, out, configuration)
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    alpha: float,
+    beta: float,
+    out: Tensor,
+    configuration: Configuration | None,
+) -> Tensor:
+    if a.shape[0] == 0 or a.shape[1] == 0:
+        return out
+    if a.shape[1] == 1:
+        # Triton 3.6 fails to compile a kernel whose every size and stride is 1.
+        return reference.symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out)
+    shape = configuration or _configuration(a, b, c, out)
+    if a.is_cuda and a.device.index != torch.cuda.current_device():
+        with torch.cuda.device(a.device):
+            return _launch(a, b, c, alpha, beta, out, shape)
+    return _launch(a, b, c, alpha, beta, out, shape)
+
+
+def _launch(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    alpha: float,
+    beta: float,
+    out: Tensor,
+    shape: Configuration,
+) -> Tensor:
+    if shape.kernel == "hopper":
+        from titan_muon.kernels import triton_hopper
+
+        return triton_hopper.launch(a, b, c, alpha, beta, out, shape)
+    from titan_muon.kernels import triton_symmetric
+
+    return triton_symmetric.launch(a, b, c, alpha, beta, out, shape)
+
+
+def _configuration(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor) -> Configuration:
+    batch, rows, _ = a.shape
+    if not a.is_cuda:
+        return pointer_configuration(rows, (0, 0))
+    capability, multiprocessors = _device_facts(a.device)
+    shape = known_configuration(rows, batch, a.dtype, capability, multiprocessors)
+    if shape is None:
+        from titan_muon.kernels.tuning import tuned_configuration
+
+        return tuned_configuration(rows, a.shape[2], batch, a.dtype, a.device)
+    if shape.kernel == "hopper":
+        operands = (a, b, out) if c is None else (a, b, c, out)
+        if not all(_fits_copy_engine(x) for x in operands) or hopper_fault(a.device) is not None:
+            return pointer_configuration(rows, capability)
+    return shape
+
+
+@lru_cache(maxsize=16)
+def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def _fits_copy_engine(x: Tensor) -> bool:
+    """Say whether the copy engine can address ``x``: rows or columns dense, 16-byte steps."""
+    batch, rows, columns = x.stride()
+    dense, row = (columns, rows) if columns == 1 else (rows, columns)
+    step = 16 // x.element_size()
+    return (
+        dense == 1
+        and row > 0
+        and row % step == 0
+        and batch % step == 0
+        and (batch > 0 or x.shape[0] == 1)
+        and x.data_ptr() % 16 == 0
+    )
+
+
+@lru_cache(maxsize=16)
+def hopper_fault(device: torch.device) -> str | None:
+    """Return why the Hopper kernel cannot run, or None after one small product came out right.
+
+    It is written in Triton's Gluon dialect, which is experimental: a later Triton may change it.
+    Blocks the host once per process and device.
+    """
+    try:
+        from titan_muon.kernels import triton_hopper
+
+        x = torch.ones(1, 128, 64, dtype=torch.float16, device=device)
+        result = triton_hopper.launch(
+            x, x.mT, None, 1.0, 0.0, x.new_empty(1, 128, 128), HOPPER_SMALL
+        )
+        if bool((result == 64).all()):
+            return None
+        fault = "a test product came out wrong"
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}".splitlines()[0]
+    warnings.warn(f"titan_muon: slower kernels on {device}, because {fault}", stacklevel=2)
+    return fault
