@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from tests.helpers.optimizers import (
@@ -268,12 +270,25 @@ def test_nonfinite_gradient_stays_in_its_own_matrix(algorithm, bad):
     assert all(p.isfinite().all() for p in params[1:])
 
 
-def test_sparse_gradients_are_refused_in_words():
+@pytest.mark.parametrize("algorithm", EVERY)
+def test_sparse_gradients_are_refused_by_name(algorithm):
     embedding = nn.Embedding(5, 4, sparse=True)
-    optimizer = Muon(param_groups(embedding))
+    group = {"params": [("embed", embedding.weight)], "algorithm": algorithm}
+    optimizer = Muon([group])
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="AdamW takes no sparse gradients"):
+    with pytest.raises(ValueError, match="embed: sparse gradients are not supported"):
         optimizer.step()
+
+
+def test_partial_gradients_of_elementwise_algorithms_are_refused_by_name():
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    whole = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()], src_data_rank=None)
+    param = nn.Parameter(whole)
+    optimizer = Muon([{"params": [("embed", param)], "algorithm": "adamw"}])
+    param.grad = DTensor.from_local(torch.ones(4, 6), mesh, [Partial()], run_check=False)
+    with pytest.raises(NotImplementedError, match="embed: the gradient has placements"):
+        optimizer.step()
+    assert torch.equal(param.to_local(), torch.ones(4, 6))
 
 
 def test_one_optimizer_for_a_model_steps_each_part_by_its_own_algorithm():

@@ -5,12 +5,38 @@ from torch import Tensor
 
 from titan_muon.distributed.layout import is_dtensor, layout_of, local_region, region_shape
 
-__all__ = ["compute_device", "local_of", "zeros_by_row"]
+__all__ = ["compute_device", "local_gradient", "local_of", "zeros_by_row"]
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, or the plain tensor itself; shares its storage."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def local_gradient(param: Tensor, name: str) -> Tensor | None:
+    """Return the local shard of a parameter's gradient, None where it has none.
+
+    Args:
+        param: Plain tensor or DTensor. Not read.
+        name: Used in errors.
+
+    Raises:
+        NotImplementedError: The gradient is placed otherwise than the parameter.
+        ValueError: The gradient is sparse.
+    """
+    grad = param.grad
+    if grad is None:
+        return None
+    if grad.is_sparse:
+        raise ValueError(
+            f"{name}: sparse gradients are not supported; build the embedding with sparse=False"
+        )
+    if is_dtensor(grad) and is_dtensor(param) and grad.placements != param.placements:
+        raise NotImplementedError(
+            f"{name}: the gradient has placements {grad.placements}, the parameter "
+            f"{param.placements}; reduce or redistribute the gradient before step()"
+        )
+    return local_of(grad)
 
 
 def compute_device(tensor: Tensor) -> torch.device:

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_muon.distributed.layout import is_dtensor, layout_of
+from titan_muon.distributed.layout import layout_of
 from titan_muon.distributed.matrices import MatrixRule, block_rows
 from titan_muon.distributed.plan import Channel, PlanParam
-from titan_muon.distributed.tensors import compute_device, local_of
+from titan_muon.distributed.tensors import compute_device, local_gradient, local_of
 from titan_muon.kernels.pieces import PieceTable
 from titan_muon.optim.algorithms.base import MatrixAlgorithm, get_algorithm
 from titan_muon.optim.matrix_math import matrix_cost
@@ -80,20 +80,8 @@ class Member:
             live.copy_(shard)
 
     def gradient(self) -> Tensor | None:
-        """Return the local gradient.
-
-        Raises:
-            NotImplementedError: The gradient is placed otherwise than the parameter.
-        """
-        grad = self.param.grad
-        if grad is None or not is_dtensor(grad) or not is_dtensor(self.param):
-            return grad
-        if grad.placements != self.param.placements:
-            raise NotImplementedError(
-                f"{self.name}: the gradient has placements {grad.placements}, the parameter "
-                f"{self.param.placements}; reduce or redistribute the gradient before step()"
-            )
-        return local_of(grad)
+        """Return the local gradient; see :func:`titan_muon.distributed.tensors.local_gradient`."""
+        return local_gradient(self.param, self.name)
 
     def write_options(self, device: torch.device) -> dict[str, Any]:
         """Return the arguments of the write, a tensor lr on the device."""

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from titan_muon.distributed.matrices import MatrixRule
-from titan_muon.distributed.tensors import local_of
+from titan_muon.distributed.tensors import local_gradient, local_of
 from titan_muon.optim.algorithms import check_options, get_algorithm
 from titan_muon.optim.algorithms.base import ElementwiseAlgorithm
-from titan_muon.optim.groups import complete_group, matrix_rules
+from titan_muon.optim.groups import complete_group, group_names, matrix_rules
 from titan_muon.optim.loading import apply_load, prepare_load
 from titan_muon.optim.matrix_work import MatrixWork, matrix_works
 from titan_muon.optim.state import create_state, saved_groups
@@ -99,11 +99,19 @@ class Muon(Optimizer):
     def _step_elements(self) -> None:
         for group in self.param_groups:
             algorithm = get_algorithm(group["algorithm"])
-            params = [p for p in group["params"] if p.grad is not None]
-            if params and isinstance(algorithm, ElementwiseAlgorithm):
+            if not isinstance(algorithm, ElementwiseAlgorithm):
+                continue
+            params, grads = [], []
+            names = group_names(group, group["params"])
+            for param, name in zip(group["params"], names, strict=True):
+                grad = local_gradient(param, name)
+                if grad is not None:
+                    params.append(param)
+                    grads.append(grad)
+            if params:
                 algorithm.step(
                     [local_of(p) for p in params],
-                    [local_of(p.grad) for p in params],
+                    grads,
                     [{k: local_of(v) for k, v in self.state[p].items()} for p in params],
                     group,
                 )

@@ -41,10 +41,6 @@ class AdamAlgorithm(ElementwiseAlgorithm):
         group: Mapping[str, Any],
     ) -> None:
         """Run torch's kernel on the shards; on float32 copies where its kernels refuse the mix."""
-        if any(grad.is_sparse for grad in grads):
-            raise ValueError(
-                f"{self.title} takes no sparse gradients; build the embedding with sparse=False"
-            )
         same: list[int] = []
         for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
             if param.dtype == grad.dtype == state["exp_avg"].dtype:
