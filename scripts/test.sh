@@ -23,14 +23,16 @@ fi
 
 failed=()
 check() {
-    echo "== $*"
-    "$@" || failed+=("$1 ${2:-}")
+    local name=$1
+    shift
+    echo "== $name"
+    "$@" || failed+=("$name")
 }
-check ruff check .
-check ruff format --check .
-check pyrefly check
-check codespell titan_muon tests scripts configs train_configs README.md
-check python -m pytest -m "$tests" "$@"
+check "ruff check" ruff check .
+check "ruff format" ruff format --check .
+check "pyrefly" pyrefly check
+check "codespell" codespell titan_muon tests scripts configs train_configs README.md
+check "pytest" python -m pytest -m "$tests" "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'failed: %s\n' "${failed[@]}" >&2
