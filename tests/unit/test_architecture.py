@@ -12,7 +12,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ARROWS = {
     "kernels": set(),
     "orthogonalization": {"kernels"},
-    "distributed": set(),
+    # The tables by which pieces move, which kernels read.
+    "distributed": {"kernels"},
     "optim": {"orthogonalization", "kernels", "distributed"},
     "integration": {"optim", "orthogonalization", "distributed"},
     "train": {"integration"},

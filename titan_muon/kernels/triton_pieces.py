@@ -141,13 +141,13 @@ def _copy_kernel(
 
 @triton.jit
 def _write_kernel(
-    params, like, flat, factors, keep, tiles, segments, lr, weight_decay,
+    weights, like, flat, factors, keep, tiles, segments, lr, weight_decay,
     LR_TENSOR: tl.constexpr, CAUTIOUS: tl.constexpr, KEEP: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     tensor, piece, _, offset, source, inside = _tile(tiles, segments, COLUMNS, ROWS, ALIGNED)
     rate = tl.load(lr).to(tl.float32) if LR_TENSOR else lr
-    pointer = _pointer(params, tensor, like, ALIGNED) + offset
+    pointer = _pointer(weights, tensor, like, ALIGNED) + offset
     p = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(flat + source, mask=inside, other=0.0).to(tl.float32) * tl.load(factors + piece)
     decay = p * (rate * weight_decay)
@@ -251,7 +251,7 @@ class _Pointers:
 
 # Parameters and states keep their addresses, gradients mostly do; entries leave oldest first.
 _POINTERS: dict[tuple[object, ...], _Pointers] = {}
-_MOST_POINTERS = 256
+_MOST_POINTERS = 128
 
 
 def _pointers(tensors: Sequence[Tensor], table: PieceTable) -> _Pointers:

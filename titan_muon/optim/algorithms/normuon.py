@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from titan_muon.kernels.rows import row_mean_squares, scale_rows_
 from titan_muon.optim.algorithms.base import Buffer, MatrixAlgorithm
 from titan_muon.optim.options import BETA2, MATRIX_OPTIONS
 
@@ -29,13 +30,12 @@ class NorMuonAlgorithm(MatrixAlgorithm):
     ) -> Tensor:
         """Return ``update`` (B, M, N) with rows rescaled; one matrix keeps its Frobenius norm."""
         second_moment = buffers["second_moment_buffer"]
-        wide = update.to(second_moment.dtype)
-        mean_square = wide.square().mean(dim=-1, keepdim=True)
-        second_moment.lerp_(mean_square, 1 - options["beta2"])
+        mean_square = row_mean_squares(update)
+        second_moment.lerp_(mean_square.to(second_moment.dtype), 1 - options["beta2"])
         scale = second_moment.sqrt().add_(_EPS).reciprocal_()
         # ||q||^2 = N * sum of mean squares, so both norms come from the (B, M, 1) statistics.
         before = mean_square.sum(dim=-2, keepdim=True)
         after = (mean_square * scale.square()).sum(dim=-2, keepdim=True)
         # A zero matrix has after == 0 and stays zero.
         restore = (before / after.clamp_min(1e-38)).sqrt_()
-        return wide.mul_(scale.mul_(restore)).to(update.dtype)
+        return scale_rows_(update, scale.mul_(restore))

@@ -1,0 +1,185 @@
+"""Time of a whole ``optimizer.step()``, one table per workload, peers in the same process.
+
+    python scripts/bench_step.py [--quick] [--workloads llama8b_x4 ...] [--steps 12]
+
+Parameters and gradients are float32. ``device ms`` is the median between two device events, the
+competitors taking turns; ``host ms`` is the time to enqueue one step; ``memory`` is what a step adds
+at its peak to weights and gradients, state included. On a CPU every shape is divided by 16.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from titan_muon import Muon
+
+WORKLOADS: dict[str, list[tuple[int, ...]]] = {
+    "llama8b_x4": 4 * [(6144, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)],
+    "llama1b": 16 * [(3072, 2048), (2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192)],
+    "sq1024_x48": 48 * [(1024, 1024)],
+    "moe16b_ep8_x2": 2 * [(8, 1408, 2048), (8, 1408, 2048), (8, 2048, 1408)],
+}
+Factory = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer steps, two workloads")
+    parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS))
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of each competitor")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = options.workloads or (["llama8b_x4", "sq1024_x48"] if options.quick else WORKLOADS)
+    print(heading(device))
+    for name in names:
+        shapes = WORKLOADS[name]
+        if device.type == "cpu":
+            shapes = [(*s[:-2], s[-2] // 16, s[-1] // 16) for s in shapes]
+        print(table(name, shapes, device, 3 if options.quick else options.steps))
+
+
+def competitors() -> dict[str, Factory]:
+    """Return every optimizer that can be imported; titan-muon first."""
+    found: dict[str, Factory] = {
+        "titan-muon Muon": lambda p: Muon(p, lr=1e-3),
+        "titan-muon NorMuon": lambda p: Muon([{"params": p, "algorithm": "normuon"}], lr=1e-3),
+        "torch AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    }
+    if hasattr(torch.optim, "Muon"):
+        found["torch Muon (2-D only)"] = lambda p: torch.optim.Muon(p, lr=1e-3)
+    if find_spec("muonium"):
+        import muonium
+
+        found["muonium Muon"] = lambda p: muonium.Muon(p, lr=1e-3)
+        found["muonium NorMuon"] = lambda p: muonium.NorMuon(p, lr=1e-3)
+    if find_spec("dion"):
+        import dion
+
+        found["dion Muon"] = lambda p: dion.Muon([{"params": p}], lr=1e-3, use_triton=True)
+        found["dion NorMuon"] = lambda p: dion.NorMuon([{"params": p}], lr=1e-3, use_triton=True)
+    return found
+
+
+def table(name: str, shapes: list[tuple[int, ...]], device: torch.device, steps: int) -> str:
+    """Run all competitors on one workload, in turns, and return the table."""
+    runs, failures = {}, []
+    for label, factory in competitors().items():
+        try:
+            runs[label] = Run(factory, shapes, device)
+        except Exception as error:  # noqa: BLE001 - a peer may fail in any way; say so and go on
+            failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    for _ in range(steps):
+        for run in runs.values():
+            run.step()
+    own = runs["titan-muon Muon"].device_ms()
+    weights = sum(torch.Size(s).numel() for s in shapes)
+    lines = [f"\n{name}: {len(shapes)} tensors, {weights / 1e6:.0f} M weights"]
+    header = f"{'':24}{'device ms':>10}{'host ms':>9}{'first s':>9}{'memory MiB':>12}"
+    lines.append(header + f"{'titan-muon / it':>17}")
+    for label, run in sorted(runs.items(), key=lambda item: item[1].device_ms()):
+        lines.append(
+            f"{label:24}{run.device_ms():10.2f}{run.host_ms():9.2f}{run.first:9.1f}"
+            f"{run.memory / 2**20:12.0f}{own / run.device_ms():17.2f}"
+        )
+    return "\n".join(lines + [f"not run: {text}" for text in failures])
+
+
+class Run:
+    """One optimizer on its own weights; the gradients stay the same."""
+
+    def __init__(self, factory: Factory, shapes: list[tuple[int, ...]], device: torch.device):
+        generator = torch.Generator(device).manual_seed(0)
+        self.device = device
+        self.params = [
+            torch.nn.Parameter(torch.randn(s, generator=generator, device=device) * 0.02)
+            for s in shapes
+        ]
+        for param in self.params:
+            param.grad = torch.randn(param.shape, generator=generator, device=device)
+        before = self._allocated(reset=True)
+        self.optimizer = factory(self.params)
+        start = time.perf_counter()
+        for _ in range(3):
+            self.optimizer.step()
+            self._wait()
+            if not hasattr(self, "first"):
+                self.first = time.perf_counter() - start
+        self.memory = self._allocated() - before
+        self._device: list[float] = []
+        self._host: list[float] = []
+
+    def step(self) -> None:
+        self._wait()
+        begin = time.perf_counter()
+        if self.device.type == "cuda":
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            self.optimizer.step()
+            events[1].record()
+            self._host.append(1e3 * (time.perf_counter() - begin))
+            self._wait()
+            self._device.append(events[0].elapsed_time(events[1]))
+        else:
+            self.optimizer.step()
+            self._host.append(1e3 * (time.perf_counter() - begin))
+            self._device.append(self._host[-1])
+
+    def device_ms(self) -> float:
+        return statistics.median(self._device)
+
+    def host_ms(self) -> float:
+        return statistics.median(self._host)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _allocated(self, *, reset: bool = False) -> int:
+        if self.device.type != "cuda":
+            return 0
+        if reset:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.memory_allocated()
+        return torch.cuda.max_memory_allocated()
+
+
+def heading(device: torch.device) -> str:
+    """Return hardware, versions, and the matmul peak of this run."""
+    found = [f"torch {torch.__version__}", f"python {sys.version.split()[0]}"]
+    for package in ("triton", "muonium", "dion"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    if device.type != "cuda":
+        return f"cpu, {torch.get_num_threads()} threads; " + ", ".join(found)
+    return f"{torch.cuda.get_device_name()}, matmul peak {matmul_peak():.0f} TFLOP/s; " + ", ".join(
+        found
+    )
+
+
+def matmul_peak() -> float:
+    """Return TFLOP/s of an 8192-cube bfloat16 product."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    times = []
+    for _ in range(12):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        a @ b
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return 2 * 8192**3 / statistics.median(times) / 1e9
+
+
+if __name__ == "__main__":
+    main()
