@@ -3,8 +3,8 @@
     python scripts/bench_step.py [--quick] [--workloads llama8b_x4 ...] [--steps 12]
 
 Parameters and gradients are float32. ``device ms`` is the median between two device events, the
-competitors taking turns; ``host ms`` is the time to enqueue one step; ``memory`` is what a step adds
-at its peak to weights and gradients, state included. On a CPU every shape is divided by 16.
+competitors taking turns; ``host ms`` is the time to enqueue one step; ``memory`` is what a step
+adds at its peak to weights and gradients, state included. On a CPU every shape is divided by 16.
 """
 
 import argparse

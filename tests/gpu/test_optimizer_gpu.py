@@ -46,8 +46,8 @@ def test_steps_equal_the_cpu_within_float16(algorithm):
         optimizer = Muon([{"params": params, "algorithm": algorithm}], lr=0.02)
         for seed in range(3):
             _step(optimizer, params, seed)
-        runs.append([(p.detach() - s).cpu() for p, s in zip(params, start)])
-    for cpu, cuda in zip(*runs):
+        runs.append([(p.detach() - s).cpu() for p, s in zip(params, start, strict=True)])
+    for cpu, cuda in zip(*runs, strict=True):
         # float16 against float32 iteration; a square gaussian matrix has singular values near 0,
         # whose directions the rounding of 1e-3 turns.
         assert ((cpu - cuda).norm() / cpu.norm()).item() < 3e-2
@@ -61,7 +61,7 @@ def test_same_bits_run_to_run():
         for seed in range(3):
             _step(optimizer, params, seed)
         results.append([p.detach().clone() for p in params])
-    for a, b in zip(*results):
+    for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
 
@@ -90,7 +90,7 @@ def test_captured_step_follows_the_lr_tensor():
                 optimizer.step()
             live = (*params, *(optimizer.state[p]["momentum_buffer"] for p in params))
             with torch.no_grad():
-                for target, value in zip(live, saved):
+                for target, value in zip(live, saved, strict=True):
                     target.copy_(value)
         for rate in (0.02, 0.005, 0.04):
             lr.fill_(rate)
@@ -98,7 +98,7 @@ def test_captured_step_follows_the_lr_tensor():
         torch.cuda.synchronize()
         return [p.detach().clone() for p in params]
 
-    for eager, replayed in zip(run(False), run(True)):
+    for eager, replayed in zip(run(False), run(True), strict=True):
         assert torch.equal(eager, replayed)
 
 

@@ -16,7 +16,7 @@ OPTIONS = {"momentum": 0.9, "nesterov": True, "sign": 1.0}
 
 
 def make_case(dtype=torch.float32, grad_dtype=torch.float32):
-    """Return tensors, a flat buffer and a table with runs, rectangles, odd strides and two sides."""
+    """Return tensors, a flat buffer and a table with runs, rectangles and odd strides."""
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(s, generator=generator).to(grad_dtype) for s in SHAPES]
     momenta = [torch.randn(s, generator=generator).to(dtype) for s in SHAPES]
@@ -73,7 +73,7 @@ def _check_direction(kernels, device, dtype, grad_dtype, options):
     device_grads = [g.to(device) for g in grads]
     statistics = reference.advance(grads, want, table, **options)
     _close(kernels.advance(device_grads, got, table, **options), statistics, dtype, roundings=2)
-    for a, b in zip(got, want):
+    for a, b in zip(got, want, strict=True):
         _close(a, b, dtype)
     # From here on the same bits on both sides: a 16-bit momentum may have rounded either way.
     got = [m.to(device) for m in want]
@@ -96,7 +96,7 @@ def _check_copies(kernels, device, dtype):
     _close(result, expected, dtype)
     reference.copy_to_tensors(expected, tensors, table, None, keep)
     kernels.copy_to_tensors(expected.to(device), moved, table, None, keep.to(device))
-    for a, b in zip(moved, tensors):
+    for a, b in zip(moved, tensors, strict=True):
         assert torch.equal(a.cpu(), b)
     _close(kernels.statistics(moved, table), reference.statistics(tensors, table), dtype)
 
@@ -117,7 +117,7 @@ def _check_write(kernels, device, dtype):
                 got, update.to(device), table, factors.to(device),
                 lr=rate, keep=keep.to(device), **options,
             )  # fmt: skip
-            for a, b in zip(got, want):
+            for a, b in zip(got, want, strict=True):
                 _close(a, b, dtype)
 
 
@@ -126,7 +126,7 @@ def test_reference_agrees_with_plain_arithmetic():
     before = [m.clone() for m in momenta]
     statistics = reference.advance(grads, momenta, table, **OPTIONS)
     directions = []
-    for g, old, new in zip(grads, before, momenta):
+    for g, old, new in zip(grads, before, momenta, strict=True):
         torch.testing.assert_close(new, 0.9 * old + 0.1 * g, rtol=1e-6, atol=1e-6)
         directions.append(0.1 * g + 0.9 * new)
     total = sum(d.square().sum() for d in directions)
