@@ -19,7 +19,8 @@ ARROWS = {
     "train": {"integration"},
     "cli": {"kernels", "orthogonalization", "distributed", "optim", "integration", "train"},
     # The public names.
-    "__init__": {"optim", "orthogonalization"},
+    "__init__": {"optim", "functional"},
+    "functional": {"distributed", "orthogonalization"},
 }
 HOSTS = {"integration", "train", "cli"}
 # Packages that only these layers may name, at any level.

@@ -5,7 +5,14 @@ from torch import Tensor
 
 from titan_muon.distributed.layout import is_dtensor, layout_of, local_region, region_shape
 
-__all__ = ["compute_device", "local_gradient", "local_of", "zeros_by_row"]
+__all__ = [
+    "compute_device",
+    "local_gradient",
+    "local_of",
+    "local_slice",
+    "with_local",
+    "zeros_by_row",
+]
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -46,6 +53,40 @@ def compute_device(tensor: Tensor) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device(tensor.device_mesh.device_type)
     return local_of(tensor).device
+
+
+def local_slice(like: Tensor, whole: Tensor) -> Tensor:
+    """Return the part of a whole tensor that this rank holds of a DTensor.
+
+    Args:
+        like: The DTensor. Not read.
+        whole: Plain tensor of its global shape. Not modified.
+    """
+    if not is_dtensor(like):
+        return whole
+    coordinate = like.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise AssertionError("this rank is not part of the tensor's mesh")
+    for dim, intervals in enumerate(local_region(layout_of(like), tuple(coordinate))):
+        pieces = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
+        whole = torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0)
+    return whole.contiguous()
+
+
+def with_local(like: Tensor, local: Tensor) -> Tensor:
+    """Return a DTensor of the same shape, mesh and placements with another local shard."""
+    if not is_dtensor(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def zeros_by_row(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,53 @@
+"""The public ``orthogonalize`` and ``HybridMuonAdamW``."""
+
+import pytest
+import torch
+
+from titan_muon import HybridMuonAdamW, orthogonalize
+
+
+def _matrix(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (3, 6, 5), (2, 3, 4, 9), (1, 7)])
+def test_singular_values_land_in_the_promised_band(shape):
+    values = torch.linalg.svdvals(orthogonalize(_matrix(*shape)))
+    # Gaussian matrices of these shapes have singular values above 0.01 of their norm.
+    assert 0.86 <= values.min().item()
+    assert values.max().item() <= 1.14
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtype_is_kept_and_input_is_not_modified(dtype):
+    x = _matrix(6, 9, dtype=dtype)
+    before = x.clone()
+    assert orthogonalize(x).dtype == dtype
+    assert torch.equal(x, before)
+
+
+def test_list_gives_list_of_the_same_results():
+    items = [_matrix(4, 6), _matrix(9, 3, seed=1)]
+    for got, item in zip(orthogonalize(items), items, strict=True):
+        assert torch.equal(got, orthogonalize(item))
+
+
+def test_batch_equals_loop():
+    batch = _matrix(3, 5, 8)
+    # Batched products may sum in another order.
+    torch.testing.assert_close(
+        orthogonalize(batch), torch.stack(orthogonalize(list(batch))), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_unknown_method_lists_what_exists():
+    with pytest.raises(ValueError, match="polar_express"):
+        orthogonalize(_matrix(3, 3), ns_method="polar")
+
+
+def test_hybrid_gives_each_kind_its_lr():
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8))
+    optimizer = HybridMuonAdamW(model, muon_lr=0.03, adamw_lr=1e-3, weight_decay=0.2)
+    lrs = {group["algorithm"]: group["lr"] for group in optimizer.param_groups}
+    assert lrs == {"muon": 0.03, "adamw": 1e-3}
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.2}
