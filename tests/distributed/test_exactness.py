@@ -40,7 +40,12 @@ LAYOUTS = {
     "qkv fsdp tp": ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)], (32, 6), {"split": QKV}),
     "gate up fsdp": ((4,), [Shard(0)], (20, 6), {"split": [10, 10]}),
     "heads fsdp": ((4,), [Shard(0)], (24, 6), {"split": {"kind": "blocks", "rows": 4}}),
-    "strided experts": ((2, 2), [Shard(1), Shard(0)], (4, 12, 5), {"split": {"kind": "strided", "count": 2}}),
+    "strided experts": (
+        (2, 2),
+        [Shard(1), Shard(0)],
+        (4, 12, 5),
+        {"split": {"kind": "strided", "count": 2}},
+    ),
     "convolution": ((4,), [Shard(0)], (6, 3, 2, 2), {"flatten": True}),
     "convolution input channels": ((2, 2), [Shard(0), Shard(1)], (6, 3, 2, 2), {"flatten": True}),
 }
@@ -58,7 +63,12 @@ def shard(whole, mesh, placements):
         index = torch.tensor([i for a, b in intervals for i in range(a, b)], dtype=torch.long)
         local = local.index_select(dim, index)
     return DTensor.from_local(
-        local.contiguous(), mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        local.contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 
