@@ -50,9 +50,15 @@ class Product(Protocol):
     ) -> Tensor: ...
 
 
+class Divide(Protocol):
+    """``x / divisor``, cast; see :func:`titan_muon.kernels.reference.divide`."""
+
+    def __call__(self, x: Tensor, divisor: Tensor, *, out: Tensor) -> Tensor: ...  # noqa: D102
+
+
 @dataclass(frozen=True)
 class Operations:
-    """The three dense operations an iteration is made of.
+    """The dense operations an iteration is made of.
 
     Attributes:
         name: ``"reference"`` or ``"triton"``.
@@ -61,6 +67,7 @@ class Operations:
         gram: ``x @ x.mT``.
         symmetric_product: ``alpha * a @ b + beta * c`` with a symmetric result.
         product: ``alpha * a @ x + beta * x``.
+        divide: ``x / divisor``, one divisor per matrix.
     """
 
     name: str
@@ -69,6 +76,7 @@ class Operations:
     gram: Gram
     symmetric_product: SymmetricProduct
     product: Product
+    divide: Divide
 
 
 # Below this many rows a product is over before its tiles fill the GPU; cuBLAS wins there.
@@ -96,6 +104,7 @@ def select_operations(rows: int, dtype: torch.dtype, device: torch.device) -> Op
             gram=reference.gram,
             symmetric_product=reference.symmetric_product,
             product=reference.product,
+            divide=reference.divide,
         )
     from titan_muon.kernels import symmetric_matmul
 
@@ -106,6 +115,7 @@ def select_operations(rows: int, dtype: torch.dtype, device: torch.device) -> Op
         gram=symmetric_matmul.gram,
         symmetric_product=symmetric_matmul.symmetric_product,
         product=reference.product,
+        divide=symmetric_matmul.divide,
     )
 
 

@@ -64,6 +64,20 @@ def product(
     return _addmm(a, x, x, alpha, beta, out)
 
 
+def divide(x: Tensor, divisor: Tensor, *, out: Tensor) -> Tensor:
+    """Divide each matrix by its own number and cast the quotient.
+
+    Args:
+        x: (B, M, N), any float dtype. Not modified.
+        divisor: (B, 1, 1), float32 or float64. Not modified.
+        out: (B, M, N); its dtype and strides may differ from those of ``x``.
+
+    Returns:
+        ``out``.
+    """
+    return torch.div(x, divisor, out=out)
+
+
 def _addmm(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor | None
 ) -> Tensor:

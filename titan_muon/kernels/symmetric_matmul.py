@@ -70,6 +70,26 @@ def symmetric_product(
     return _multiply(a, b, c if beta != 0.0 else None, alpha, beta, out, configuration)
 
 
+def divide(x: Tensor, divisor: Tensor, *, out: Tensor) -> Tensor:
+    """Divide each matrix by its divisor; see :func:`titan_muon.kernels.reference.divide`."""
+    dense = all(
+        t.shape[1] * t.shape[2] > 0
+        and t.stride()[1:] in ((t.shape[2], 1), (1, t.shape[1]))
+        and t.stride()[1:] == x.stride()[1:]
+        for t in (x, out)
+    )
+    if not dense or x.dtype == torch.float64 or divisor.dtype != torch.float32:
+        return reference.divide(x, divisor, out=out)
+    from titan_muon.kernels import triton_divide
+
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            triton_divide.launch(x, divisor, out)
+    else:
+        triton_divide.launch(x, divisor, out)
+    return out
+
+
 def _multiply(
     a: Tensor,
     b: Tensor,

@@ -157,7 +157,8 @@ def _multiply_tiles(
     tma.store_wait(0)
 
 
-@gluon.jit
+# Sizes are not specialised: one compilation serves every shape.
+@gluon.jit(do_not_specialize=["M", "K", "tiles", "total"])
 def _hopper_kernel(
     a_desc,
     b_desc,

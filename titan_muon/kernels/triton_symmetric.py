@@ -50,7 +50,7 @@ def _finish(
         tl.store(out_ptr + right * stride_om + down * stride_on, tile, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _pointer_kernel(
     a_ptr,
     b_ptr,

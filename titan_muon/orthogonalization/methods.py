@@ -212,21 +212,21 @@ def _run(source: Tensor, target: Tensor, schedule: Schedule, chosen: str, ops: O
     x, spare = (target, spare) if writes % 2 == 0 else (spare, target)
     if chosen == "gram":
         scale = gram_newton_schulz.input_scale(target.shape[1], target.dtype)
-        _normalize(source, schedule.safety / scale, out=x)
+        _normalize(source, schedule.safety / scale, ops, out=x)
         gram_newton_schulz.iterate(x, spare, schedule, ops, scale)
     else:
-        _normalize(source, schedule.safety, out=x)
+        _normalize(source, schedule.safety, ops, out=x)
         newton_schulz.iterate(x, spare, schedule.triples, ops)
 
 
-def _normalize(x: Tensor, factor: float, *, out: Tensor) -> None:
+def _normalize(x: Tensor, factor: float, ops: Operations, *, out: Tensor) -> None:
     """Write ``x / (factor * norm)`` of each matrix."""
     wide = torch.float64 in (x.dtype, out.dtype)
     accumulate = torch.float64 if wide else torch.float32
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accumulate)
     # The smallest normal number turns 0/0 into 0 and is far below any norm that matters.
     norm = norm.mul_(factor).clamp_min_(torch.finfo(accumulate).tiny)
-    torch.div(x, norm, out=out)
+    ops.divide(x, norm, out=out)
 
 
 def _chunk_size(
