@@ -13,6 +13,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from tests.helpers.indexed_dataloader import IndexedDataLoader
 from titan_muon.integration import cpu_runtime
+from titan_muon.integration.lr_schedule import followed_schedule
 from titan_muon.integration.toml_optimizer import optimizer_config
 
 SEED = 17
@@ -119,6 +120,17 @@ MODELS: dict[str, Callable[[], Any]] = {
     "deepseek_v3 debug": deepseek_v3_debugmodel,
 }
 
+# Fields of ParallelismConfig; what is left of the ranks goes to FSDP2.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "hsdp": {"data_parallel_replicate_degree": 2},
+    "ddp": {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
+    "fsdp x tp": {"tensor_parallel_degree": 2},
+    "pp x fsdp": {"pipeline_parallel_degree": 2},
+    "ep x fsdp": {"expert_parallel_degree": 2},
+    "ep x tp": {"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
+}
+
 
 def run_config(
     model: str, parallelism: dict[str, Any], optimizer: str, *, local_batch_size: int = 2
@@ -137,6 +149,7 @@ def run_config(
         samples_per_step=SAMPLES_PER_STEP, vocab_size=config.model_spec.model.vocab_size
     )
     config.optimizer = optimizer_config(optimizer)
+    config.lr_scheduler = followed_schedule(config.lr_scheduler)
     config.lr_scheduler.warmup_steps = 2
     config.lr_scheduler.total_steps = 10
     config.training.seq_len = SEQ_LEN

@@ -25,7 +25,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: E
 from tests.helpers import real_layouts  # noqa: E402
 from tests.helpers.forked_ranks import run_ranks  # noqa: E402
 from tests.helpers.real_layouts import Outcome  # noqa: E402
-from tests.helpers.torchtitan_runs import SAMPLES_PER_STEP, run_config  # noqa: E402
+from tests.helpers.torchtitan_runs import LAYOUTS, SAMPLES_PER_STEP, run_config  # noqa: E402
 
 WORLD_SIZE = 4
 LIMIT_SECONDS = 900.0
@@ -33,16 +33,6 @@ ALGORITHMS = ("Muon", "NorMuon")
 EXACT = [(algorithm, "float32") for algorithm in ALGORITHMS]
 DEFAULT = [(algorithm, None) for algorithm in ALGORITHMS]
 FAULTS = ("shard", "packet")
-
-_LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp": {},
-    "hsdp": {"data_parallel_replicate_degree": 2},
-    "ddp": {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
-    "fsdp x tp": {"tensor_parallel_degree": 2},
-    "pp x fsdp": {"pipeline_parallel_degree": 2},
-    "ep x fsdp": {"expert_parallel_degree": 2},
-    "ep x tp": {"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
-}
 
 
 def parallelism_of(mesh: str) -> tuple[str, dict[str, Any], bool]:
@@ -52,7 +42,7 @@ def parallelism_of(mesh: str) -> tuple[str, dict[str, Any], bool]:
         mesh: ``model | layout``, ``model | layout | spmd backend`` or ``model | layout | broken``.
     """
     model, layout, *extra = mesh.split(" | ")
-    fields = dict(_LAYOUTS[layout])
+    fields = dict(LAYOUTS[layout])
     if extra and extra[0] != "broken":
         fields["spmd_backend"] = extra[0]
     return model, fields, extra == ["broken"]

@@ -74,7 +74,10 @@ class TrainConfigManager(ConfigManager):
             ConfigError: A mistake in a file or a flag.
             SystemExit: tyro printed help, or refused a flag.
         """
+        from titan_muon.integration.lr_schedule import followed_schedule
+
         config: Any = super().parse_args(args)
+        config.lr_scheduler = followed_schedule(config.lr_scheduler)
         _check_optimizer(config)
         _check_dataset(config)
         return config

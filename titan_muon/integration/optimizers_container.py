@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
 from torchtitan.tools.logging import logger
 
@@ -44,12 +44,46 @@ class MuonOptimizersContainer(OptimizersContainer):
         optimizer = Muon(to_groups(assignments))
         self.optimizers = [optimizer]
         self.model_parts = model_parts
+        self._schedulers: LRSchedulersContainer | None = None
+        self._is_resumed = False
         params = [item.param for item in assignments]
         self._validate_params(params)
         self._post_init(params)
         ignored = config.ignored_options()
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.info("Optimizer groups\n" + start_table(optimizer, assignments, ignored))
+
+    def follow(self, schedulers: LRSchedulersContainer) -> None:
+        """Take the lr of the first step after a load from these schedulers.
+
+        Args:
+            schedulers: Built for this container. Without them that lr is the checkpoint's, times
+                the ratio of the base lrs.
+        """
+        self._schedulers = schedulers
+
+    def step(self, closure: Any = None) -> Any:
+        """Take one step of the one optimizer.
+
+        Args:
+            closure: Must be None: the Trainer has computed the gradients.
+
+        Raises:
+            ValueError: A closure was given.
+
+        Collective: all ranks.
+        """
+        if closure is not None:
+            raise ValueError("MuonOptimizersContainer.step takes no closure; leave it out.")
+        optimizer = self.optimizers[0]
+        if self._is_resumed and self._schedulers is not None:
+            (scheduler,) = self._schedulers
+            # By now the schedulers are loaded too, whichever was loaded first.
+            for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr
+        self._is_resumed = False
+        # Not super().step(): torch may have wrapped both, and hooks would run twice.
+        optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the flat, FQN-keyed state; it exists from construction, so nothing is stepped."""
@@ -73,6 +107,7 @@ class MuonOptimizersContainer(OptimizersContainer):
             saved = {key: state_dict[prefix + key] for key in own if prefix + key in state_dict}
             _log_differences(group["param_names"][0], saved, own)
             group["lr"] = _resumed_lr(group, saved)
+        self._is_resumed = True
 
 
 def _assign_all(config: OptimizerConfig, model_parts: Sequence[nn.Module]) -> list[Assignment]:
