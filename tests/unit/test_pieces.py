@@ -11,7 +11,7 @@ import torch
 from titan_muon.kernels import pieces_reference as reference
 from titan_muon.kernels.pieces import PieceTable, Row
 
-SHAPES = [(64, 64), (33, 17), (5, 4096), (1, 9), (130, 24)]
+SHAPES = [(24, 64), (13, 17), (2, 2100), (1, 9), (100, 24)]
 OPTIONS = {"momentum": 0.9, "nesterov": True, "sign": 1.0}
 
 

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PieceTable", "Row", "TILE", "TileClass"]
+__all__ = ["PieceTable", "Row", "TILE", "TensorList", "TileClass"]
 
-# Elements of one tile, the unit of work of a kernel.
-TILE = 4096
+# Elements of one tile, the unit of work of a kernel. On an H200, 0.87 G weights: advance, emit and
+# write take 7.6 ms with 2048 and 4 warps, 8.5 with 4096 and 8, 12.3 with 8192 and 8.
+TILE = 2048
 
 
 class Row(NamedTuple):
@@ -49,7 +50,7 @@ class TileClass:
     Args:
         columns: Width of a tile, a power of two; its height is ``TILE // columns``.
         aligned: Whether all offsets and strides are multiples of 8 elements.
-        tiles: (T, 4) int64: segment, first row, first column, slot. Slots of one piece are
+        tiles: (T, 4) int32: segment, first row, first column, slot. Slots of one piece are
             consecutive, so that statistics can be reduced in a fixed order.
     """
 
@@ -96,14 +97,21 @@ class DeviceTable:
     """
 
     def __init__(self, table: PieceTable, device: torch.device) -> None:
-        self.segments = torch.tensor(table.rows, dtype=torch.int64).reshape(-1, 8).to(device)
-        tiles, bounds = _tiles(table)
-        self.slots = bounds[-1]
-        self.bounds = torch.tensor(bounds, dtype=torch.int64, device=device)
-        self.classes = [
-            TileClass(columns, aligned, torch.tensor(rows, dtype=torch.int64, device=device))
-            for (columns, aligned), rows in tiles.items()
-        ]
+        segments = torch.tensor(table.rows, dtype=torch.int64).reshape(-1, 8)
+        self.segments = segments.to(device)
+        classes, bounds = _tiles(segments, table.pieces)
+        self.slots = int(bounds[-1])
+        self.bounds = bounds.to(device)
+        self.classes = [TileClass(c.columns, c.aligned, c.tiles.to(device)) for c in classes]
+
+
+class TensorList(tuple[Tensor, ...]):
+    """Tensors whose addresses are looked up once, for the several kernels that use them."""
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Address of each tensor's first element."""
+        return tuple(tensor.data_ptr() for tensor in self)
 
 
 def _joined(row: Row) -> Row:
@@ -114,26 +122,34 @@ def _joined(row: Row) -> Row:
     return row
 
 
-def _tiles(
-    table: PieceTable,
-) -> tuple[dict[tuple[int, bool], list[tuple[int, int, int, int]]], list[int]]:
+def _tiles(segments: Tensor, pieces: int) -> tuple[list[TileClass], Tensor]:
     """Cut all segments into tiles; return them by class, and each piece's range of slots."""
-    by_piece: list[list[int]] = [[] for _ in range(table.pieces)]
-    for index, row in enumerate(table.rows):
-        by_piece[row.piece].append(index)
-    tiles: dict[tuple[int, bool], list[tuple[int, int, int, int]]] = {}
-    bounds, slot = [0], 0
-    for indices in by_piece:
-        for index in indices:
-            row = table.rows[index]
-            width = min(TILE, 1 << (row.columns - 1).bit_length())
-            height = TILE // width
-            numbers = [row.tensor_offset, row.flat_offset, row.columns]
-            numbers += [row.tensor_stride, row.flat_stride] if row.rows > 1 else []
-            target = tiles.setdefault((width, all(n % 8 == 0 for n in numbers)), [])
-            for first_row in range(0, row.rows, height):
-                for first_column in range(0, row.columns, width):
-                    target.append((index, first_row, first_column, slot))
-                    slot += 1
-        bounds.append(slot)
-    return tiles, bounds
+    rows, columns = segments[:, 1], segments[:, 2]
+    # The power of two at or above; exact far beyond any row length.
+    width = (2 ** torch.ceil(torch.log2(columns.double()))).long().clamp(max=TILE)
+    height = TILE // width
+    across = -(-columns // width)
+    counts = -(-rows // height) * across
+    order = torch.argsort(segments[:, 7], stable=True)
+    ends = torch.zeros_like(counts)
+    ends[order] = counts[order].cumsum(0)
+    first_slot = ends - counts
+    per_piece = torch.zeros(pieces, dtype=torch.int64).index_add_(0, segments[:, 7], counts)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), per_piece.cumsum(0)])
+    numbers = segments[:, [2, 3, 5]]
+    strides = segments[:, [4, 6]].where(rows[:, None] > 1, 0)
+    aligned = (torch.cat([numbers, strides], 1) % 8 == 0).all(dim=1)
+    classes = []
+    for size, whole in sorted(set(zip(width.tolist(), aligned.tolist(), strict=True))):
+        chosen = ((width == size) & (aligned == whole)).nonzero().view(-1)
+        segment = chosen.repeat_interleave(counts[chosen])
+        starts = counts[chosen].cumsum(0) - counts[chosen]
+        tile = torch.arange(len(segment)) - starts.repeat_interleave(counts[chosen])
+        fields = (
+            segment,
+            tile // across[segment] * (TILE // size),
+            tile % across[segment] * size,
+            first_slot[segment] + tile,
+        )
+        classes.append(TileClass(size, whole, torch.stack(fields, 1).to(torch.int32)))
+    return classes, bounds

@@ -10,19 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_muon.kernels.pieces import TILE, PieceTable, TileClass
+from titan_muon.kernels.pieces import TILE, PieceTable, TensorList, TileClass
 
 __all__ = ["advance", "copy_to_flat", "copy_to_tensors", "emit", "statistics", "write"]
 
 # One pass less over every matrix; see ``pieces_reference``.
 FUSES_NORM = True
-_WARPS = 8
+_WARPS = 4
 
 
 @triton.jit
 def _tile(tiles, segments, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
     entry = tiles + tl.program_id(0).to(tl.int64) * 4
-    segment = segments + tl.load(entry) * 8
+    segment = segments + tl.load(entry).to(tl.int64) * 8
     first_row, first_column = tl.load(entry + 1), tl.load(entry + 2)
     row = first_row + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
@@ -256,7 +256,9 @@ _MOST_POINTERS = 128
 
 def _pointers(tensors: Sequence[Tensor], table: PieceTable) -> _Pointers:
     first = tensors[table.tensors[0]]
-    key = (tuple(t.data_ptr() for t in tensors), first.dtype, first.device)
+    addresses = tensors.addresses if isinstance(tensors, TensorList) else None
+    addresses = addresses or tuple(t.data_ptr() for t in tensors)
+    key = (addresses, first.dtype, first.device)
     found = _POINTERS.pop(key, None) or _Pointers(*key)
     _POINTERS[key] = found
     if len(_POINTERS) > _MOST_POINTERS:

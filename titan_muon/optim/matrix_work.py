@@ -16,6 +16,7 @@ from titan_muon.distributed.plan import make_plan
 from titan_muon.distributed.tables import BatchTables, rank_tables
 from titan_muon.distributed.tensors import compute_device, local_of
 from titan_muon.distributed.wire import exponents, power_of_two, read_headers, write_headers
+from titan_muon.kernels.pieces import TensorList
 from titan_muon.kernels.pieces_dispatch import select_piece_operations
 from titan_muon.optim.algorithms.base import get_algorithm
 from titan_muon.optim.groups import group_names
@@ -112,6 +113,10 @@ class MatrixWork:
         self.exchange = Exchange(self.plan, rank, process_group, self.device)
         self.stages = range(self.plan.stages)
         self._index: dict[tuple[int, ...], Tensor] = {}
+        self._states: dict[tuple[int, int], TensorList] = {}
+        own = self.tables.own_units
+        self._own_params = self._tensor(tuple(self.plan.units[u].param for u in own))
+        self._nothing = torch.zeros((len(own), 2), device=self.device)
         # One member stands for its kind: all have the same options and dtypes.
         self._of_kind = {kind: m for kind, m in zip(self.kinds, members, strict=True)}
         self._ops = {
@@ -122,7 +127,7 @@ class MatrixWork:
     def begin(self) -> None:
         """Advance the momentum of every parameter and measure its direction."""
         self._grads = Gradients(self.members)
-        self._params = [m.shard() for m in self.members]
+        self._params = TensorList(m.shard() for m in self.members)
         measured = [
             self._ops[kind]
             .advance(self._grads.grads, self._grads.momenta, table, **self._momentum_options(kind))
@@ -130,11 +135,12 @@ class MatrixWork:
             for kind, table in self.tables.own.items()
         ]
         # Every own piece has one kind and is zero in the others.
-        self._statistics = torch.stack(measured).sum(0) if measured else None
+        self._statistics = sum(measured[1:], start=measured[0]) if measured else self._nothing
         self._factors = {
-            kind: normalizers(self._own_statistics()[:, 1], self._of_kind[kind].group)
+            kind: normalizers(self._statistics[:, 1], self._of_kind[kind].group)
             for kind in self.tables.own
         }
+        self._squares = self._weight_squares()
 
     def send(self, stage: int) -> Message | None:
         """Pack this rank's shards of a stage and start their way to the owners.
@@ -145,7 +151,7 @@ class MatrixWork:
             return None
         tables = self.tables.stages[stage]
         packets = self.exchange.outbox(stage, tables, "there")
-        sent = exponents(self._own_statistics()[:, 0])
+        sent = exponents(self._statistics[:, 0])
         for (kind, channel), table in tables.send.items():
             member = self._of_kind[kind]
             flat = packets.view(member.channel_dtype(channel))
@@ -159,9 +165,9 @@ class MatrixWork:
             else:
                 self._ops[kind].copy_to_flat(self._state(kind, channel), flat, table)
         pieces = self._tensor(tables.send_pieces)
-        flags = self._grads.flags(self.device)[self._params_of(pieces)]
+        flags = self._grads.flags(self.device)[self._own_params[pieces]]
         write_headers(
-            packets, self._tensor(tables.headers[0]), sent[pieces], flags, self._squares()[pieces]
+            packets, self._tensor(tables.headers[0]), sent[pieces], flags, self._squares[pieces]
         )
         return self.exchange.start(stage, tables, "there")
 
@@ -237,7 +243,7 @@ class MatrixWork:
         """Write back what had to be copied, and let go of the step's tensors."""
         for member, flat in zip(self.members, self._params, strict=True):
             member.restore(flat)
-        del self._grads, self._params, self._statistics, self._factors
+        del self._grads, self._params, self._statistics, self._factors, self._squares
 
     def _cut(self, tables: BatchTables) -> Batch:
         """Fill a batch from this rank's own tensors."""
@@ -262,7 +268,7 @@ class MatrixWork:
             value = self._buffer_stack(shape, kind, channel)
             ops.copy_to_flat(self._state(kind, channel), value.view(-1), tables.inward[channel])
             buffers[spec.name] = value
-        squares = self._squares()[self._tensor(tables.own_pieces)]
+        squares = self._squares[self._tensor(tables.own_pieces)]
         return Batch(tables, stack, ops.FUSES_NORM, buffers, squares, None)
 
     def _assemble(self, tables: BatchTables, packets: Tensor, headers: Tensor) -> Batch:
@@ -300,7 +306,7 @@ class MatrixWork:
         factors[pieces] = _scales(batch).to(factors.dtype)
         keep = None
         if not self._grads.all_present:
-            keep = self._grads.flags(self.device)[self._params_of_own()]
+            keep = self._grads.flags(self.device)[self._own_params]
         ops.write(
             self._params,
             batch.stack.view(-1),
@@ -335,14 +341,9 @@ class MatrixWork:
         scales = _scales(batch)[position].to(torch.float32)
         write_headers(packets, index[numbers], sent[numbers], flags, scales)
 
-    def _own_statistics(self) -> Tensor:
-        if self._statistics is None:
-            return torch.zeros((0, 2), device=self.device)
-        return self._statistics
-
-    def _squares(self) -> Tensor:
+    def _weight_squares(self) -> Tensor:
         """Return the sum of squares of the weights of each own piece; zeros where not needed."""
-        result = torch.zeros(len(self.tables.own_units), device=self.device)
+        result = self._nothing[:, 0]
         for kind, table in self.tables.own.items():
             if self._of_kind[kind].group["adjust_lr_fn"] == "match_param_rms":
                 squares = self._ops[kind].statistics(self._params, table)[:, 1]
@@ -362,23 +363,20 @@ class MatrixWork:
             self._index[numbers] = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         return self._index[numbers]
 
-    def _params_of_own(self) -> Tensor:
-        units = self.tables.own_units
-        return self._tensor(tuple(self.plan.units[u].param for u in units))
-
-    def _params_of(self, pieces: Tensor) -> Tensor:
-        return self._params_of_own()[pieces]
-
     def _buffer_stack(self, shape: tuple[int, int, int], kind: int, channel: int) -> Tensor:
         columns = 1 if self._of_kind[kind].channels[channel].by_row else shape[2]
         return torch.empty(
             (*shape[:2], columns), dtype=self._dtype(kind, channel), device=self.device
         )
 
-    def _state(self, kind: int, channel: int) -> list[Tensor]:
+    def _state(self, kind: int, channel: int) -> TensorList:
         """Return the local buffers of one channel; only those of the kind are ever used."""
-        name = self._of_kind[kind].channels[channel].name
-        return [local_of(m.state[name]) if name in m.state else m.shard() for m in self.members]
+        if (kind, channel) not in self._states:
+            name = self._of_kind[kind].channels[channel].name
+            self._states[kind, channel] = TensorList(
+                local_of(m.state[name]) if name in m.state else m.momentum for m in self.members
+            )
+        return self._states[kind, channel]
 
     def _momentum_options(self, kind: int) -> dict[str, Any]:
         group = self._of_kind[kind].group

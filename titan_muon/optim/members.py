@@ -10,7 +10,7 @@ from titan_muon.distributed.layout import layout_of
 from titan_muon.distributed.matrices import MatrixRule, block_rows
 from titan_muon.distributed.plan import Channel, PlanParam
 from titan_muon.distributed.tensors import compute_device, local_gradient, local_of
-from titan_muon.kernels.pieces import PieceTable
+from titan_muon.kernels.pieces import PieceTable, TensorList
 from titan_muon.optim.algorithms.base import MatrixAlgorithm, get_algorithm
 from titan_muon.optim.matrix_math import matrix_cost
 from titan_muon.optim.state import MOMENTUM
@@ -46,6 +46,7 @@ class Member:
         if not isinstance(algorithm, MatrixAlgorithm):
             raise AssertionError(f"{name}: {algorithm.name} is no matrix algorithm")
         self.algorithm = algorithm
+        self.momentum = local_of(state[MOMENTUM])
         self.channels = (
             Channel("direction", group["wire_dtype"]),
             *(Channel(b.name, _dtype_name(state[b.name]), b.by_row) for b in algorithm.buffers),
@@ -105,17 +106,20 @@ class Gradients:
 
     def __init__(self, members: Sequence[Member]) -> None:
         found = [member.gradient() for member in members]
-        self._live = [local_of(member.state[MOMENTUM]) for member in members]
-        self._missing = [i for i, grad in enumerate(found) if grad is None]
-        self._present = torch.tensor([float(grad is not None) for grad in found])
-        self.momenta = list(self._live)
-        for index in self._missing:
-            self.momenta[index] = self._live[index].clone()
-        self.grads = [
+        self._live = [member.momentum for member in members]
+        self._missing = {i for i, grad in enumerate(found) if grad is None}
+        self.momenta = TensorList(
+            momentum.clone() if grad is None else momentum
+            for grad, momentum in zip(found, self._live, strict=True)
+        )
+        grads = [
             torch.zeros_like(momentum) if grad is None else grad.contiguous()
             for grad, momentum in zip(found, self._live, strict=True)
         ]
-        _make_uniform(self.grads, self.momenta)
+        if len({grad.dtype for grad in grads}) > 1:
+            # Kernels take one dtype; the EMA's is the one in which gradients end anyway.
+            grads = [g.to(m.dtype) for g, m in zip(grads, self._live, strict=True)]
+        self.grads = TensorList(grads)
 
     @property
     def all_present(self) -> bool:
@@ -124,14 +128,14 @@ class Gradients:
 
     def any_present(self, params: Iterable[int]) -> bool:
         """Whether this rank has the gradient of one of some parameters."""
-        missing = set(self._missing)
-        return any(param not in missing for param in params)
+        return any(param not in self._missing for param in params)
 
     def flags(self, device: torch.device) -> Tensor:
         """Return (parameters,) float32, 1 where this rank has the gradient."""
         if self.all_present:
             return torch.ones(len(self.grads), device=device)
-        return self._present.to(device)
+        present = [float(i not in self._missing) for i in range(len(self.grads))]
+        return torch.tensor(present).to(device)
 
     def commit(self, table: PieceTable, keep: Tensor) -> None:
         """Take over the advanced momentum of missing gradients where some rank had one.
@@ -140,9 +144,8 @@ class Gradients:
             table: Segments on the tensor side.
             keep: (pieces,), 1 where some rank had a gradient.
         """
-        missing = set(self._missing)
         for row in table.rows:
-            if row.tensor in missing:
+            if row.tensor in self._missing:
                 live, moved = (
                     t.as_strided(
                         (row.rows, row.columns),
@@ -160,13 +163,6 @@ def kinds_of(members: Sequence[Member]) -> list[int]:
     return [
         numbers.setdefault((id(m.group), *m.dtypes(), m.channels), len(numbers)) for m in members
     ]
-
-
-def _make_uniform(grads: list[Tensor], momenta: Sequence[Tensor]) -> None:
-    """Cast gradients to their momentum's dtype unless all have one dtype that kernels take."""
-    kinds = {grad.dtype for grad in grads}
-    if len(kinds) > 1:
-        grads[:] = [g.to(m.dtype) for g, m in zip(grads, momenta, strict=True)]
 
 
 def _dtype_name(tensor: Tensor) -> str:
