@@ -53,7 +53,13 @@ def unit_count(rule: MatrixRule) -> int:
 
 def coordinate_of(layout: Layout, rank: int) -> tuple[int, ...]:
     """Return the mesh coordinate of a global rank."""
-    return _unravel(_positions(layout.ranks)[rank], layout.mesh_shape)
+    return _unravel(_positions_of(layout)[rank], layout.mesh_shape)
+
+
+@lru_cache(maxsize=1024)
+def _positions_of(layout: Layout) -> dict[int, int]:
+    # A layout hashes once, its tuple of ranks again on each call.
+    return _positions(layout.ranks)
 
 
 @lru_cache(maxsize=64)
@@ -203,6 +209,10 @@ def _block_homes(layout: Layout, rule: MatrixRule, axes: list[int]) -> list[tupl
     blocks = _blocks(rule)
     homes: list[tuple[int, ...] | None] = [None] * len(blocks)
     sizes = [sum(r.count for r in ranges) for ranges in blocks]
+    # The first coordinate holds the most.
+    _, rows, columns = _folded_region(layout, rule, (0,) * len(layout.cuts))
+    if _length(columns) != rule.stack[2] or _length(rows) < min(sizes):
+        return homes
     for matrix in _coordinates(layout, axes):
         _, rows, columns = _folded_region(layout, rule, _complete(layout, axes, matrix))
         if _length(columns) != rule.stack[2] or not rows:

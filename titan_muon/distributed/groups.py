@@ -1,6 +1,7 @@
 """Process groups for sets of ranks, and the one check that all ranks made the same plan."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,15 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     return _subgroup(ranks)
 
 
-# Groups live as long as the process group of the world; a new world starts with no entry.
-_SUBGROUPS: dict[tuple[int, tuple[int, ...]], Any] = {}
+# Groups live as long as the process group of the world, not by its id, which a new one may get.
+_SUBGROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 def _subgroup(ranks: tuple[int, ...]) -> Any:
-    key = (id(dist.group.WORLD), ranks)
-    if key not in _SUBGROUPS:
-        _SUBGROUPS[key] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return _SUBGROUPS[key]
+    groups = _SUBGROUPS.setdefault(dist.group.WORLD, {})
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return groups[ranks]
 
 
 def agree_on_plan(plan: Plan, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from titan_muon.distributed.balance import improve
 from titan_muon.distributed.geometry import geometry
 from titan_muon.distributed.layout import Layout
 from titan_muon.distributed.matrices import MatrixRule, block_rows
@@ -109,7 +110,21 @@ class Plan:
 
     def fingerprint(self) -> str:
         """Return a digest that is equal on two ranks exactly if their plans are."""
-        return hashlib.sha256(repr((self.params, self.ranks, self.units)).encode()).hexdigest()
+        # Layouts are few and name thousands of ranks: write each once.
+        layouts: dict[Layout, int] = {}
+        params = [
+            (
+                layouts.setdefault(p.layout, len(layouts)),
+                p.name,
+                p.rule,
+                p.kind,
+                p.channels,
+                p.costs,
+            )
+            for p in self.params
+        ]
+        units = [(u.param, u.index, u.owner, u.stage, u.travels) for u in self.units]
+        return hashlib.sha256(repr((list(layouts), params, self.ranks, units)).encode()).hexdigest()
 
 
 def make_plan(params: Sequence[PlanParam], *, max_stage_bytes: int) -> Plan:
@@ -183,21 +198,22 @@ def _choose_owners(drafts: Sequence[_Draft], loads: dict[int, float]) -> list[in
         if len(drafts[i].homes) == 1:
             owners[i] = drafts[i].homes[0]
             loads[owners[i]] += drafts[i].cost
-    heap = [(load, rank) for rank, load in loads.items()]
-    heapq.heapify(heap)
+    heaps: dict[int, list[tuple[float, int]]] = {}
     for i in order:
         homes = drafts[i].homes
         if len(homes) == 1:
             continue
-        if len(homes) == len(loads):
-            # A stale entry understates its rank's load: put the true one back and look again.
-            while heap[0][0] != loads[heap[0][1]]:
-                heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
-            owner = heap[0][1]
-        else:
-            owner = min(homes, key=lambda rank: (loads[rank], rank))
-        owners[i] = owner
-        loads[owner] += drafts[i].cost
+        # Equal homes of one geometry are one object; hashing thousands of ranks is slow.
+        heap = heaps.get(id(homes))
+        if heap is None:
+            heap = heaps[id(homes)] = [(loads[rank], rank) for rank in homes]
+            heapq.heapify(heap)
+        # A stale entry understates its rank's load: put the true one back and look again.
+        while heap[0][0] != loads[heap[0][1]]:
+            heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+        owners[i] = heap[0][1]
+        loads[owners[i]] += drafts[i].cost
+    improve(drafts, owners, loads)
     return owners
 
 
