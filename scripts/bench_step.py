@@ -97,12 +97,9 @@ class Run:
     def __init__(self, factory: Factory, shapes: list[tuple[int, ...]], device: torch.device):
         generator = torch.Generator(device).manual_seed(0)
         self.device = device
-        self.params = [
-            torch.nn.Parameter(torch.randn(s, generator=generator, device=device) * 0.02)
-            for s in shapes
-        ]
-        for param in self.params:
-            param.grad = torch.randn(param.shape, generator=generator, device=device)
+        self.params = [torch.nn.Parameter(self.weight(s, generator)) for s in shapes]
+        for param, shape in zip(self.params, shapes, strict=True):
+            param.grad = self.weight(shape, generator)
         before = self._allocated(reset=True)
         self.optimizer = factory(self.params)
         start = time.perf_counter()
@@ -114,6 +111,9 @@ class Run:
         self.memory = self._allocated() - before
         self._device: list[float] = []
         self._host: list[float] = []
+
+    def weight(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.randn(shape, generator=generator, device=self.device) * 0.02
 
     def step(self) -> None:
         self._wait()

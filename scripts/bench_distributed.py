@@ -1,0 +1,149 @@
+"""Time of a whole ``optimizer.step()`` on sharded weights, peers in the same run.
+
+    torchrun --nproc_per_node=2 scripts/bench_distributed.py [--workloads ...] [--steps 12]
+
+Weights are float32 DTensors, Shard(0) over all ranks as FSDP2 places them. Times are the slowest
+rank's, medians, the competitors taking turns. Without GPUs it runs on gloo with small shapes.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from bench_step import WORKLOADS, Run, competitors, heading
+
+from titan_muon import Muon
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=["llama8b_x4"])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--trace", help="write a profiler trace of one Muon step on rank 0 here")
+    options = parser.parse_args(arguments)
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if gpu else "gloo")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks; {heading(device)}")
+    for name in options.workloads:
+        shapes = WORKLOADS[name]
+        if not gpu:
+            shapes = [(*s[:-2], s[-2] // 16, s[-1] // 16) for s in shapes]
+        report(name, shapes, mesh, device, options.steps)
+        if gpu:
+            overlap(name, shapes, mesh, device, options.trace)
+    dist.destroy_process_group()
+
+
+class ShardedRun(Run):
+    """One optimizer on weights that every rank holds a part of."""
+
+    def __init__(self, factory, shapes, mesh: DeviceMesh, device: torch.device) -> None:
+        self.mesh = mesh
+        super().__init__(factory, shapes, device)
+
+    def weight(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
+        rows = len(torch.arange(shape[0]).chunk(ranks)[rank])
+        local = torch.randn((rows, *shape[1:]), generator=generator, device=self.device)
+        like = torch.empty(shape, device="meta")
+        return DTensor.from_local(
+            local, self.mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
+def report(name, shapes, mesh: DeviceMesh, device: torch.device, steps: int) -> None:
+    """Run all competitors on one workload and print the table on rank 0."""
+    factories = competitors()
+    factories["titan-muon Muon, float32 wire"] = lambda p: Muon(p, lr=1e-3, wire_dtype="float32")
+    runs, failures = {}, []
+    for label, factory in factories.items():
+        try:
+            runs[label] = ShardedRun(factory, shapes, mesh, device)
+        except Exception as error:  # noqa: BLE001 - a peer may fail in any way; say so and go on
+            failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    for _ in range(steps):
+        for run in runs.values():
+            dist.barrier()
+            run.step()
+    times = torch.tensor([[r.device_ms(), r.host_ms(), r.memory] for r in runs.values()])
+    times = times.to(device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    if dist.get_rank():
+        return
+    own = times[list(runs).index("titan-muon Muon"), 0].item()
+    print(f"\n{name}: {len(shapes)} tensors, Shard(0) over {mesh.size()} ranks")
+    print(f"{'':30}{'device ms':>10}{'host ms':>9}{'memory MiB':>12}{'titan-muon / it':>17}")
+    for label, (ms, host, memory) in sorted(
+        zip(runs, times.tolist(), strict=True), key=lambda x: x[1]
+    ):
+        print(f"{label:30}{ms:10.2f}{host:9.2f}{memory / 2**20:12.0f}{own / ms:17.2f}")
+    for label, run in runs.items():
+        works = getattr(run.optimizer, "_works", None)
+        if works and label.startswith("titan"):
+            traffic = works[0].exchange.traffic
+            plan = works[0].plan
+            print(
+                f"{label}: balance {plan.balance:.3f}, {plan.stages} stages, per step "
+                f"{traffic.bytes_sent / (steps + 3) / 2**20:.0f} MiB sent in "
+                f"{traffic.collectives / (steps + 3):.0f} collectives, "
+                f"{traffic.matrices / (steps + 3):.0f} matrices on rank 0"
+            )
+    print("\n".join(f"not run: {text}" for text in failures))
+
+
+def overlap(name, shapes, mesh: DeviceMesh, device: torch.device, trace: str | None) -> None:
+    """Print how much of the exchange's time on the GPU runs under other kernels."""
+    run = ShardedRun(competitors()["titan-muon Muon"], shapes, mesh, device)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        dist.barrier()
+        run.step()
+        torch.cuda.synchronize()
+    if dist.get_rank():
+        return
+    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    # The barrier before the step is an all-reduce.
+    exchange = [_span(e) for e in kernels if "nccl" in e.name.lower() and "SendRecv" in e.name]
+    other = [_span(e) for e in kernels if "nccl" not in e.name.lower() and "step" not in e.name]
+    total = sum(stop - start for start, stop in exchange)
+    hidden = sum(_covered(span, other) for span in exchange)
+    if total:
+        print(
+            f"{name}: exchange {total / 1e3:.2f} ms in {len(exchange)} kernels, "
+            f"{100 * hidden / total:.0f} % of it under other kernels"
+        )
+    if trace:
+        profile.export_chrome_trace(trace)
+
+
+def _span(event) -> tuple[float, float]:
+    return event.time_range.start, event.time_range.end
+
+
+def _covered(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
+    """Return the length of the part of a span that lies under any of the others."""
+    covered, position = 0.0, span[0]
+    for start, stop in sorted(others):
+        start, stop = max(start, position), min(stop, span[1])
+        if start < stop:
+            covered += stop - start
+            position = stop
+    return covered
+
+
+if __name__ == "__main__":
+    main()
