@@ -44,7 +44,7 @@ CASES = {
     "foreach": ([True, False, None], ["yes", 1]),
     # Options of the exchange.
     "wire_dtype": (["float16", "bfloat16", "float32"], ["auto", None]),
-    "max_stage_bytes": ([1 << 20], [0, -1, 1.5, "1GB"]),
+    "max_stage_bytes": ([1 << 20], [0, -1, 1.5, "1GB", None]),
     "nonfinite": (["propagate", "skip", "error"], ["ignore", None, True]),
 }
 TABLE = [(name, key) for name in OWN for key in get_algorithm(name).options]

@@ -95,8 +95,12 @@ def _lr(value: Any) -> bool:
     return _number(0.0)(value)
 
 
+def _positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _optional_positive_int(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+    return value is None or _positive_int(value)
 
 
 def _choice(*names: str) -> tuple[str, Check]:
@@ -124,7 +128,7 @@ def _split(value: Any) -> bool:
         return True
     if isinstance(value, Mapping):
         return "kind" in value
-    return len(value) > 0 and all(_optional_positive_int(r) and r is not None for r in value)
+    return len(value) > 0 and all(_positive_int(r) for r in value)
 
 
 def to_saved(value: Any) -> Any:
@@ -190,7 +194,7 @@ MATRIX_OPTIONS: dict[str, Option] = {
     "ns_dtype": Option(
         "auto",
         *_choice(*NS_DTYPES),
-        "dtype of the iteration; auto: float16 on CUDA, float32 on CPU, float64 for float64 on CPU",
+        "dtype of the iteration; auto: float16 on CUDA, float32 on CPU, float64 for float64",
         saved=False,
     ),
     "adjust_lr_fn": Option(
@@ -214,7 +218,7 @@ MATRIX_OPTIONS: dict[str, Option] = {
     "max_stage_bytes": Option(
         1 << 30,
         "an integer >= 1",
-        _optional_positive_int,
+        _positive_int,
         "most work memory of one stage in bytes, momentum not counted; one matrix always fits",
         saved=False,
     ),
