@@ -20,6 +20,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from titan_muon.kernels import select_operations
 from titan_muon.orthogonalization import (
     Schedule,
     cost,
@@ -44,12 +45,13 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass
 class Line:
-    """One competitor on one shape; ``dtype`` names its iteration, None if it chooses itself."""
+    """One competitor; ``schedule`` and ``evaluation`` where its arithmetic can be counted."""
 
     name: str
     run: Function
     schedule: Schedule | None = None
     evaluation: str = ""
+    dtype: torch.dtype | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -112,7 +114,10 @@ def print_table(
         base = base or device_ms
         flop = ""
         if line.schedule is not None:
-            half = line.name.startswith("titan")
+            half = (
+                line.dtype is not None
+                and select_operations(min(rows, columns), line.dtype, device).half_cost
+            )
             flop = batch * cost(rows, columns, schedule, line.evaluation, half) / device_ms / 1e9
             flop = f"{flop:.3g}"
         shown = " / ".join(f"{error:.1e}" for error in errors)
@@ -132,7 +137,7 @@ def competitors(device: torch.device, schedule: Schedule) -> list[Line]:
             if (dtype, evaluation) == (torch.bfloat16, "gram"):
                 continue
             name = f"titan-muon {evaluation} {str(dtype).removeprefix('torch.')}"
-            lines.append(Line(name, ours(schedule, dtype, evaluation), schedule, evaluation))
+            lines.append(Line(name, ours(schedule, dtype, evaluation), schedule, evaluation, dtype))
     if find_spec("gram_newton_schulz") is not None and device.type == "cuda":
         lines += peers()
     return lines

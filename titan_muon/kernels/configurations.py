@@ -7,8 +7,8 @@ import torch
 
 # Tiles of 128 x 256 do more arithmetic per byte read, tiles of 128 x 128 waste less on the
 # diagonal and fill the last wave better. Per element, the small tile takes this much longer.
-# H200, float16, results of 4096 rows and batches of 4 to 12: 1.06 to 1.12.
-_SMALL_TILE_COST = 1.08
+# H200, float16, results of 2048 and 4096 rows, in batches of 4 to 16: 1.0 to 1.06.
+_SMALL_TILE_COST = 1.03
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class Configuration:
         """Return how many tiles touch the lower triangle of a (rows, rows) matrix."""
         full, rest = divmod(-(-rows // self.bm), self.ratio)
         return self.ratio * full * (full + 1) // 2 + rest * (full + 1)
+
+    def all_tiles(self, rows: int, columns: int) -> int:
+        """Return how many tiles cover a (rows, columns) matrix."""
+        return -(-rows // self.bm) * -(-columns // self.bn)
 
 
 HOPPER_LARGE = Configuration("hopper", 128, 256, 64, 4, 3)
@@ -82,8 +86,11 @@ def known_configuration(
     """
     if dtype == torch.float32:
         return FLOAT32
-    if capability == (9, 0) and rows > _SMALL_ROWS // 2:
+    if capability == (9, 0) and 2 * batch * HOPPER_SMALL.tiles(rows) > multiprocessors:
         return _hopper(rows, batch, multiprocessors)
+    if capability == (9, 0):
+        # Too few large tiles to fill the GPU.
+        return _POINTER[capability][1]
     known = _POINTER.get(capability)
     return None if known is None else known[rows <= _SMALL_ROWS]
 

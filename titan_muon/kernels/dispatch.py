@@ -114,7 +114,7 @@ def select_operations(rows: int, dtype: torch.dtype, device: torch.device) -> Op
         half_cost=True,
         gram=symmetric_matmul.gram,
         symmetric_product=symmetric_matmul.symmetric_product,
-        product=reference.product,
+        product=symmetric_matmul.product,
         divide=symmetric_matmul.divide,
     )
 

@@ -1,6 +1,6 @@
 # pyrefly: ignore-errors
 # Triton and Gluon are languages of their own: their values have no Python types.
-"""Symmetric products for Hopper: copy engine, persistent programs, warp specialisation.
+"""Products for Hopper, symmetric or whole: copy engine, persistent programs, warp specialisation.
 
 Importing this module imports triton. It is written in Gluon, Triton's dialect with explicit
 layouts and barriers; :func:`titan_muon.kernels.symmetric_matmul.hopper_fault` tries it once before
@@ -31,33 +31,44 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_muon.kernels.configurations import Configuration
-from titan_muon.kernels.triton_tiles import tile_of
+from titan_muon.kernels.triton_tiles import rectangle_tile_of, tile_of
 
-_tile_of = gluon.jit(tile_of)
+_triangle_tile_of = gluon.jit(tile_of)
+_rectangle_tile_of = gluon.jit(rectangle_tile_of)
 
 
 @gluon.jit
-def _load_tiles(
-    operands,
-    buffers,
-    barriers,
-    counts,
-    A_TRANSPOSED: gl.constexpr,
-    B_TRANSPOSED: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
+def _tile_of(
+    index,
+    tile_rows,
+    tile_columns,
+    SYMMETRIC: gl.constexpr,
     GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    RATIO: gl.constexpr,
 ):
+    if SYMMETRIC:
+        row, column = _triangle_tile_of(index, tile_rows, GROUP, RATIO)
+    else:
+        row, column = _rectangle_tile_of(index, tile_rows, tile_columns, GROUP)
+    return row, column
+
+
+# fmt: off
+@gluon.jit
+def _load_tiles(
+    operands, buffers, barriers, counts, SYMMETRIC: gl.constexpr, A_TRANSPOSED: gl.constexpr,
+    B_TRANSPOSED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):
+    # fmt: on
     a_desc, b_desc = operands
     a_smem, b_smem = buffers
     full, empty = barriers
-    tile_rows, k_tiles, tiles, total = counts
+    tile_rows, tile_columns, k_tiles, tiles, total = counts
     count = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         batch = index // tiles
-        i, j = _tile_of(index % tiles, tile_rows, GROUP, BN // BM)
+        i, j = _tile_of(index % tiles, tile_rows, tile_columns, SYMMETRIC, GROUP, BN // BM)
         for k in range(k_tiles):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -81,30 +92,19 @@ def _load_tiles(
             count += 1
 
 
+# fmt: off
 @gluon.jit
 def _multiply_tiles(
-    results,
-    buffers,
-    staging,
-    barriers,
-    c_bar,
-    counts,
-    alpha,
-    beta,
-    HALF: gl.constexpr,
-    HAS_C: gl.constexpr,
-    A_TRANSPOSED: gl.constexpr,
-    B_TRANSPOSED: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    results, buffers, staging, barriers, c_bar, counts, alpha, beta, HALF: gl.constexpr,
+    HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr, A_TRANSPOSED: gl.constexpr,
+    B_TRANSPOSED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):
+    # fmt: on
     c_desc, out_desc, mirror_desc = results
     a_smem, b_smem = buffers
     full, empty = barriers
-    tile_rows, k_tiles, tiles, total = counts
+    tile_rows, tile_columns, k_tiles, tiles, total = counts
     dtype: gl.constexpr = out_desc.dtype
     ROWS: gl.constexpr = BM // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -116,7 +116,7 @@ def _multiply_tiles(
     phase = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         batch = index // tiles
-        i, j = _tile_of(index % tiles, tile_rows, GROUP, BN // BM)
+        i, j = _tile_of(index % tiles, tile_rows, tile_columns, SYMMETRIC, GROUP, BN // BM)
         row = i * BM + HALF * ROWS
         tma.store_wait(0)
         if HAS_C:
@@ -149,7 +149,7 @@ def _multiply_tiles(
         tile_smem.store(tile)
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [batch, row, j * BN], staging)
-        if i * BM >= (j + 1) * BN:
+        if SYMMETRIC and i * BM >= (j + 1) * BN:
             tma.store_wait(0)
             mirrored.reshape((BN, ROWS)).permute((1, 0)).store(tile)
             fence_async_shared()
@@ -157,29 +157,16 @@ def _multiply_tiles(
     tma.store_wait(0)
 
 
+# fmt: off
 # Sizes are not specialised: one compilation serves every shape.
-@gluon.jit(do_not_specialize=["M", "K", "tiles", "total"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "tiles", "total"])
 def _hopper_kernel(
-    a_desc,
-    b_desc,
-    c_desc,
-    out_desc,
-    mirror_desc,
-    M,
-    K,
-    alpha,
-    beta,
-    tiles,
-    total,
-    HAS_C: gl.constexpr,
-    A_TRANSPOSED: gl.constexpr,
-    B_TRANSPOSED: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    a_desc, b_desc, c_desc, out_desc, mirror_desc, M, N, K, alpha, beta, tiles, total,
+    HAS_C: gl.constexpr, SYMMETRIC: gl.constexpr, A_TRANSPOSED: gl.constexpr,
+    B_TRANSPOSED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):
+    # fmt: on
     dtype: gl.constexpr = out_desc.dtype
     a_smem = gl.allocate_shared_memory(dtype, [STAGES * 2] + a_desc.block_type.shape, a_desc.layout)
     b_smem = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
@@ -193,76 +180,26 @@ def _hopper_kernel(
     for half in gl.static_range(2):
         mbarrier.init(c_bars.index(half), count=1)
     fence_async_shared()
-    counts = ((M + BM - 1) // BM, (K + BK - 1) // BK, tiles, total)
+    counts = ((M + BM - 1) // BM, (N + BN - 1) // BN, (K + BK - 1) // BK, tiles, total)
     results = (c_desc, out_desc, mirror_desc)
     buffers = (a_smem, b_smem)
     barriers = (full, empty)
+    # fmt: off
     gl.warp_specialize(
         [
-            (
-                _multiply_tiles,
-                (
-                    results,
-                    buffers,
-                    staging.index(0),
-                    barriers,
-                    c_bars.index(0),
-                    counts,
-                    alpha,
-                    beta,
-                    0,
-                    HAS_C,
-                    A_TRANSPOSED,
-                    B_TRANSPOSED,
-                    BM,
-                    BN,
-                    BK,
-                    GROUP,
-                    STAGES,
-                ),
-            ),
-            (
-                _multiply_tiles,
-                (
-                    results,
-                    buffers,
-                    staging.index(1),
-                    barriers,
-                    c_bars.index(1),
-                    counts,
-                    alpha,
-                    beta,
-                    1,
-                    HAS_C,
-                    A_TRANSPOSED,
-                    B_TRANSPOSED,
-                    BM,
-                    BN,
-                    BK,
-                    GROUP,
-                    STAGES,
-                ),
-            ),
-            (
-                _load_tiles,
-                (
-                    (a_desc, b_desc),
-                    buffers,
-                    barriers,
-                    counts,
-                    A_TRANSPOSED,
-                    B_TRANSPOSED,
-                    BM,
-                    BN,
-                    BK,
-                    GROUP,
-                    STAGES,
-                ),
-            ),
+            (_multiply_tiles, (results, buffers, staging.index(0), barriers, c_bars.index(0),
+                               counts, alpha, beta, 0, HAS_C, SYMMETRIC, A_TRANSPOSED, B_TRANSPOSED,
+                               BM, BN, BK, GROUP, STAGES)),
+            (_multiply_tiles, (results, buffers, staging.index(1), barriers, c_bars.index(1),
+                               counts, alpha, beta, 1, HAS_C, SYMMETRIC, A_TRANSPOSED, B_TRANSPOSED,
+                               BM, BN, BK, GROUP, STAGES)),
+            (_load_tiles, ((a_desc, b_desc), buffers, barriers, counts,
+                           SYMMETRIC, A_TRANSPOSED, B_TRANSPOSED, BM, BN, BK, GROUP, STAGES)),
         ],
         [4, 1],
         [240, 24],
     )
+    # fmt: on
 
 
 def launch(
@@ -273,33 +210,37 @@ def launch(
     beta: float,
     out: Tensor,
     shape: Configuration,
+    *,
+    symmetric: bool = True,
 ) -> Tensor:
     """Run the Hopper kernel; see :func:`titan_muon.kernels.symmetric_matmul.symmetric_product`.
 
     Args:
         a: (B, M, K) float16 or bfloat16; rows or columns dense, other strides multiples of 16
             bytes.
-        b: (B, K, M), likewise.
-        c: (B, M, M), likewise, or None.
+        b: (B, K, N), likewise; N = M if the result is symmetric.
+        c: (B, M, N), likewise, or None.
         alpha: Factor of the product.
         beta: Factor of ``c``.
-        out: (B, M, M), rows dense.
+        out: (B, M, N), rows dense.
         shape: Launch shape.
+        symmetric: Compute one triangle and mirror it; otherwise everything.
     """
     batch, rows, depth = a.shape
+    columns = b.shape[2]
     a_transposed, b_transposed = a.stride(2) != 1, b.stride(2) != 1
     half = shape.bm // 2
     out_desc = _describe(out, half, shape.bn)
-    tiles = shape.tiles(rows)
+    tiles = shape.tiles(rows) if symmetric else shape.all_tiles(rows, columns)
     total = batch * tiles
     _hopper_kernel[(min(total, _multiprocessors(a.device)),)](
         _describe(a.mT, shape.bk, half) if a_transposed else _describe(a, half, shape.bk),
         _describe(b.mT, shape.bn, shape.bk) if b_transposed else _describe(b, shape.bk, shape.bn),
-        out_desc if c is None else _describe(c if c.stride(2) == 1 else c.mT, half, shape.bn),
+        out_desc if c is None else _describe(c, half, shape.bn),
         out_desc,
         _describe(out, shape.bn, half),
-        rows, depth, alpha, beta, tiles, total,
-        HAS_C=c is not None,
+        rows, columns, depth, alpha, beta, tiles, total,
+        HAS_C=c is not None, SYMMETRIC=symmetric,
         A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
         BM=shape.bm, BN=shape.bn, BK=shape.bk, GROUP=shape.group, STAGES=shape.stages,
         num_warps=4,

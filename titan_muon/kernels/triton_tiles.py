@@ -47,3 +47,11 @@ def tile_of(index, tile_rows, GROUP: tl.constexpr, RATIO: tl.constexpr):  # noqa
             column += 1
         row += first
     return group * GROUP + row, column
+
+
+def rectangle_tile_of(index, tile_rows, tile_columns, GROUP: tl.constexpr):  # noqa: ANN001, ANN201
+    """Return tile row and tile column of one index where all tiles are computed."""
+    group = index // (GROUP * tile_columns)
+    rest = index % (GROUP * tile_columns)
+    rows = min(GROUP, tile_rows - group * GROUP)
+    return group * GROUP + rest % rows, rest // rows

@@ -24,7 +24,8 @@ def tuned_configuration(
     """Return the fastest launch shape for ``batch`` results of (rows, rows) summed over ``depth``.
 
     Sizes are rounded up to powers of two, and one entry serves all batches. Blocks the host for
-    about a second where there is no entry yet. While a CUDA graph is captured nothing is timed.
+    about a second where there is no entry yet. Nothing is timed while a CUDA graph is captured: run
+    one step before capture, or this process keeps an untimed shape.
 
     Args:
         rows: Side of the result.

@@ -58,6 +58,7 @@ def orthogonalize_batch(
         schedule: Result of :func:`titan_muon.orthogonalization.resolve_schedule`.
         dtype: Dtype of the iteration and of the result. The norm is taken in float32 (float64 if
             either dtype is) before any cast down, so that the scale of ``x`` does not matter.
+            float32 products on CUDA follow torch's own TF32 switch.
         evaluation: ``"standard"``, ``"gram"``, or ``"auto"``: the cheaper one that is accurate.
         batch_size: Most matrices in one launch; None for no limit.
         max_work_bytes: Bound on the work buffers beside the result, in bytes; at least one matrix
