@@ -182,6 +182,8 @@ def test_registered_algorithm_is_known_everywhere():
     name = register_averaged()
     assert name in algorithm_names()
     assert get_algorithm("AVERAGED_test").name == name
+    # Errors and start-up table show the title, so it must be a name too.
+    assert get_algorithm(get_algorithm(name).title.upper()).name == name
     with pytest.raises(ValueError, match="keep = 2 is not allowed; use a number in"):
         Muon([{"params": parameters((4, 6)), "algorithm": name, "keep": 2}])
     # Its option passes wherever it is not used.
@@ -239,6 +241,7 @@ def _algorithm(base=MatrixAlgorithm, **attributes) -> Any:
         (lambda: _algorithm(title=None), TypeError, "set title to a string"),
         (lambda: _algorithm(name="Outside"), ValueError, "must be lower case"),
         (lambda: _algorithm(name="muon"), ValueError, "'muon' is registered already"),
+        (lambda: _algorithm(title="MUON"), ValueError, "'MUON' is registered already"),
         (
             lambda: _algorithm(options={**MATRIX_OPTIONS, "keep": 0.5}),
             TypeError,

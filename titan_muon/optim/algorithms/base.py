@@ -104,8 +104,8 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
         algorithm: Instance with ``name`` (lower case), ``title`` and ``options``.
 
     Raises:
-        ValueError: The name is taken by another class or is not lower case, an option that the
-            optimizer itself reads is missing, or a buffer's name is taken.
+        ValueError: Name or title is taken by another class, the name is not lower case, an option
+            that the optimizer itself reads is missing, or a buffer's name is taken.
         TypeError: Not an instance of either kind, ``name`` or ``title`` is missing, or an option
             is not an :class:`Option`.
     """
@@ -121,9 +121,12 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
     if name != name.lower():
         raise ValueError(f"algorithm name {name!r} must be lower case")
     _check_contract(algorithm)
-    known = _REGISTRY.get(name)
-    if known is not None and _path(known) != _path(algorithm):
-        raise ValueError(f"an algorithm named {name!r} is registered already: {_path(known)}")
+    for spelling in (name, algorithm.title):
+        known = _find(spelling)
+        if known is not None and _path(known) != _path(algorithm):
+            raise ValueError(
+                f"an algorithm named {spelling!r} is registered already: {_path(known)}"
+            )
     _REGISTRY[name] = algorithm
     return algorithm
 
@@ -150,13 +153,20 @@ def _path(algorithm: Algorithm) -> tuple[str, str]:
     return type(algorithm).__module__, type(algorithm).__qualname__
 
 
+def _find(name: str) -> Algorithm | None:
+    wanted = name.lower()
+    if wanted in _REGISTRY:
+        return _REGISTRY[wanted]
+    return next((a for a in _REGISTRY.values() if a.title.lower() == wanted), None)
+
+
 def get_algorithm(name: str) -> Algorithm:
-    """Return the algorithm of that name, in any letter case.
+    """Return the algorithm of that name or title, in any letter case.
 
     Raises:
         ValueError: No such algorithm; lists all names and the nearest one.
     """
-    algorithm = _REGISTRY.get(name.lower()) if isinstance(name, str) else None
+    algorithm = _find(name) if isinstance(name, str) else None
     if algorithm is None:
         names = ", ".join(a.title for a in _REGISTRY.values())
         hint = nearest(name, _REGISTRY) if isinstance(name, str) else "."
