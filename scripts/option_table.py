@@ -1,0 +1,107 @@
+"""The README's option tables, made from the code: scripts/option_table.py [--write]
+
+Prints them, or puts them between the README's markers. A test holds the README against them.
+"""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_muon.optim.algorithms import get_algorithm
+from titan_muon.optim.options import ADAM_OPTIONS, MATRIX_OPTIONS
+
+README = Path(__file__).parents[1] / "README.md"
+ALGORITHMS = ("muon", "normuon", "adamw", "adam")
+# Fields of the typed config that are no options of an algorithm, with the README's words.
+CONFIG_FIELDS = {
+    "name": "algorithm of the hidden matrices, in any letter case",
+    "recipe": "options under these: a name in `configs/` (default: that of `name`), a path or none",
+    "adamw": "table: `lr`, `weight_decay`, `betas`, `eps`, `state_dtype` of the other parameters",
+    "param_groups": "exceptions to the routing: `pattern`, `name` and any options; first match wins",
+    "split_fused": "q, k, v of torchtitan's fused `wqkv`, and gate, up of fused experts, one by one",
+    "imports": "modules to import first: they register algorithms",
+    "options": "table: options of a registered algorithm that are not in the table above",
+    "implementation": "torchtitan's own; chooses torch's kernel for AdamW and Adam",
+}
+
+
+def option_table() -> str:
+    """Return the table of all options of the algorithms that come with the package."""
+    options = {**MATRIX_OPTIONS, **get_algorithm("normuon").options, **ADAM_OPTIONS}
+    rows = [
+        (f"`{key}`", owners(key), shown(option.default), option.allowed, option.meaning)
+        for key, option in options.items()
+    ]
+    # What enters a checkpoint changes the mathematics; say it where the eye is.
+    marked = [
+        (name if options[key].saved else f"{name} *", *rest)
+        for key, (name, *rest) in zip(options, rows, strict=True)
+    ]
+    return markdown(("option", "of", "default", "allowed", "meaning"), marked)
+
+
+def config_table() -> str:
+    """Return the table of the other keys of ``[optimizer]``."""
+    rows = [(f"`{key}`", shown(default(key)), text) for key, text in CONFIG_FIELDS.items()]
+    return markdown(("key", "default", "meaning"), rows)
+
+
+def default(key: str) -> Any:
+    from titan_muon.integration.config import OptimizerConfig
+
+    if key == "recipe":
+        return None
+    field = next(f for f in dataclasses.fields(OptimizerConfig) if f.name == key)
+    if field.default_factory is not dataclasses.MISSING:
+        return None
+    return field.default
+
+
+def owners(key: str) -> str:
+    """Return which algorithms know an option."""
+    titles = [get_algorithm(n).title for n in ALGORITHMS if key in get_algorithm(n).options]
+    return "all" if len(titles) == len(ALGORITHMS) else ", ".join(titles)
+
+
+def shown(value: Any) -> str:
+    """Write a default as TOML has it."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    return f"`{list(value) if isinstance(value, tuple) else value}`"
+
+
+def markdown(heading: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [tuple(heading), *rows]
+    lines.insert(1, ("---",) * len(lines[0]))
+    return "\n".join(f"| {' | '.join(cell.replace('|', 'or') for cell in row)} |" for row in lines)
+
+
+def filled(text: str) -> str:
+    """Return the README's text with both tables made anew."""
+    for name, table in (("options", option_table()), ("optimizer-keys", config_table())):
+        begin, end = f"<!-- {name}: scripts/option_table.py -->", f"<!-- end of {name} -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        text, count = pattern.subn(lambda _, t=table, b=begin, e=end: f"{b}\n{t}\n{e}", text)
+        if count != 1:
+            raise SystemExit(f"{README.name} has the markers of {name} {count} times, not once")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"write the tables into {README.name}")
+    if parser.parse_args().write:
+        README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(option_table(), config_table(), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
