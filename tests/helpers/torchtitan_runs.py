@@ -129,6 +129,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp x fsdp": {"pipeline_parallel_degree": 2},
     "ep x fsdp": {"expert_parallel_degree": 2},
     "ep x tp": {"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "hsdp x ep": {"data_parallel_replicate_degree": 2, "expert_parallel_degree": 2},
+    "pp x fsdp, head alone": {
+        "pipeline_parallel_degree": 2,
+        # The last stage has no matrix.
+        "module_fqns_per_model_part": [
+            ["tok_embeddings", "layers.0", "layers.1"],
+            ["norm", "lm_head"],
+        ],
+    },
 }
 
 

@@ -117,6 +117,21 @@ def resume_with_other_options(case: str, folder: Path) -> None:
         _forget(trainer)
 
 
+def resume_without_state(case: str, folder: Path) -> None:
+    """Resume with new optimizer state: what a comparison that can fail must see."""
+    config = make_config(case, folder, END)
+    config.checkpoint.load_only = True
+    config.checkpoint.load_step = STOP
+    config.checkpoint.exclude_from_loading = ["optimizer"]
+    trainer = config.build()
+    losses = train(trainer)
+    expected = torch.load(_file(folder, case), weights_only=False)
+    differing = differences(everything(trainer, losses), expected)
+    trainer.close()
+    if dist.get_rank() == 0:
+        _write(folder, {"case": f"{case} | without state", "differing": differing})
+
+
 def train(trainer: Any) -> list[float]:
     """Train to the end of the config and return the loss of each step."""
     losses: list[float] = []
@@ -194,7 +209,8 @@ def main() -> None:
     folder, ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     for function in (run_through, stop, resume):
         run_ranks(ranks, each, function, cases, folder, limit=LIMIT_SECONDS)
-    run_ranks(ranks, each, resume_with_other_options, cases[:1], folder, limit=LIMIT_SECONDS)
+    for function in (resume_with_other_options, resume_without_state):
+        run_ranks(ranks, each, function, cases[:1], folder, limit=LIMIT_SECONDS)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ SLOW = [
     "llama3 small | pp x fsdp | partial_dtensor",
     "llama3 small | pp x fsdp | full_dtensor",
     "deepseek_v3 small | hsdp",
+    "deepseek_v3 small | hsdp x ep",
     "deepseek_v3 small | fsdp x tp",
     "deepseek_v3 small | ep x tp | partial_dtensor",
     "deepseek_v3 small | ep x tp | full_dtensor",
@@ -51,6 +52,9 @@ SLOW = [
     "deepseek_v3 debug | pp x fsdp",
     "deepseek_v3 debug | ep x fsdp",
     "deepseek_v3 debug | ep x tp",
+    # Last: here only two ranks make a process group, and from then on torch names the groups of
+    # later meshes otherwise on them than on the other two.
+    "llama3 small | pp x fsdp, head alone",
 ]
 BROKEN = ["llama3 small | fsdp x tp | broken", "deepseek_v3 small | ep x fsdp | broken"]
 MESHES = [*FAST, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)]
@@ -62,8 +66,10 @@ EXACT = 1e-6
 # float16 rounds by up to 2**-11 = 4.9e-4, on the way there and on the way back; 6.3e-4 seen.
 HALF_WIRE = 1e-3
 # Gradients are summed in another order, and orthogonalizing enlarges small singular values.
-LOSS = 1e-4
-TRAINED = 1e-2
+# 1e-6 and 3e-4 seen; on the default wire 3e-6 and 8e-3.
+LOSS = 1e-5
+TRAINED = 1e-3
+TRAINED_HALF_WIRE = 1e-2
 # Headers and alignment of packets; q, k and v of a fused weight lie on some ranks only, and their
 # owner is any rank.
 BYTES = 0.1
@@ -82,7 +88,7 @@ def check_given(figures: dict[str, Any], parameters: list[str], tolerance: float
     assert not far, f"state differs: {far}"
 
 
-def check_trained(figures: dict[str, Any], parameters: list[str]) -> None:
+def check_trained(figures: dict[str, Any], parameters: list[str], tolerance: float) -> None:
     """Compare losses and parameters after trained steps with one process'.
 
     Raises:
@@ -90,7 +96,7 @@ def check_trained(figures: dict[str, Any], parameters: list[str]) -> None:
     """
     assert set(figures["moved"]) == set(parameters)
     assert figures["losses"] == pytest.approx(figures["expected losses"], abs=LOSS)
-    far = {name: d for name, d in figures["moved"].items() if not d <= TRAINED}
+    far = {name: d for name, d in figures["moved"].items() if not d <= tolerance}
     assert not far, f"parameters moved otherwise: {far}"
 
 
@@ -149,7 +155,7 @@ def test_default_wire_costs_the_rounding_of_float16(result: dict[str, Any], algo
 @pytest.mark.parametrize("mesh", MESHES)
 def test_trained_steps_equal_one_process(result: dict[str, Any], algorithm: str) -> None:
     figures = result["trained"][f"{algorithm} float32"]
-    check_trained(figures, result["parameters"])
+    check_trained(figures, result["parameters"], TRAINED)
     assert figures["replicas"] == 0
     assert figures["losses"][-1] < figures["losses"][0]
 
@@ -159,10 +165,11 @@ def test_trained_steps_on_the_default_wire(result: dict[str, Any]) -> None:
     figures = result["trained"]["Muon default"]
     if mesh_has_experts(result["mesh"]):
         # A weight that differs in its fourth digit sends some token to another expert, and with
-        # it a part of the expert's gradient; the losses hardly see it.
+        # it a part of the expert's gradient: 5e-2 in the router's gate. Where every expert gets
+        # every token (two of two experts) it is 6e-3. The losses hardly see it.
         assert figures["losses"] == pytest.approx(figures["expected losses"], abs=LOSS)
     else:
-        check_trained(figures, result["parameters"])
+        check_trained(figures, result["parameters"], TRAINED_HALF_WIRE)
     assert figures["replicas"] == 0
 
 
@@ -177,7 +184,7 @@ def test_costs_are_the_planned_ones(result: dict[str, Any], algorithm: str) -> N
     for rank in traffic:
         assert rank["noted"] == rank["planned"]
         assert rank["sent"] == rank["planned"][:2]
-        assert rank["sent"][0] > 0
+    assert sum(rank["sent"][0] for rank in traffic) > 0
     # Every matrix is computed once, whatever the mesh.
     assert sum(rank["planned"][2] for rank in traffic) == result["matrices"]
 
@@ -220,9 +227,18 @@ def test_bytes_are_those_of_the_layout(
 @pytest.mark.parametrize("mesh", BROKEN)
 def test_a_lost_shard_is_seen(result: dict[str, Any], fault: str) -> None:
     """Rank 1's shards are zero in every direction, or its packets are lost on their way."""
+    given, trained = result["given"][fault], result["trained"][fault]
+    for tolerance in (EXACT, HALF_WIRE):
+        with pytest.raises(AssertionError, match="moved otherwise"):
+            check_given(given, result["parameters"], tolerance)
+    for tolerance in (TRAINED, TRAINED_HALF_WIRE):
+        with pytest.raises(AssertionError):
+            check_trained(trained, result["parameters"], tolerance)
+    # The losses alone tell, and the weights alone.
+    assert trained["losses"] != pytest.approx(trained["expected losses"], abs=LOSS)
     with pytest.raises(AssertionError, match="moved otherwise"):
-        check_given(result["given"][fault], result["parameters"], EXACT)
-    with pytest.raises(AssertionError, match="moved otherwise"):
-        check_given(result["given"][fault], result["parameters"], HALF_WIRE)
-    with pytest.raises(AssertionError):
-        check_trained(result["trained"][fault], result["parameters"])
+        check_trained(
+            {**trained, "losses": trained["expected losses"]},
+            result["parameters"],
+            TRAINED_HALF_WIRE,
+        )

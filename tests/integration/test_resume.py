@@ -87,6 +87,15 @@ def test_resumed_run_equals_the_uninterrupted_one(result: dict[str, Any]) -> Non
     assert result["differing"] == []
 
 
+def test_lost_state_is_seen(fast: dict[str, dict[str, Any]]) -> None:
+    """The comparison of the test above, on a run that resumed without optimizer state."""
+    differing = fast[f"{FAST[0]} | without state"]["differing"]
+    assert "layers.0.feed_forward.w1.weight" in differing
+    assert "layers.0.feed_forward.w1.weight/momentum_buffer" in differing
+    assert "norm.weight/step" in differing
+    assert "losses" in differing
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_checkpoint_holds_these_keys(result: dict[str, Any]) -> None:
     keys = {k.removeprefix("optimizer.") for k in result["keys"] if k.startswith("optimizer.")}
