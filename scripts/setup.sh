@@ -37,7 +37,7 @@ setup() {
     stamp=$VENV/.titan-muon-$extras
     wanted="$ROOT $(sha256 "$ROOT/pyproject.toml")"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-        echo "Installing titan-muon[$extras] into $VENV"
+        echo "Installing titan-muon[$extras] into $VENV; PyTorch is several GB and takes minutes the first time"
         "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$ROOT[$extras]" ||
             die "pip could not install titan-muon[$extras]; see its message above"
         echo "$wanted" >"$stamp"

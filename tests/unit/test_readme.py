@@ -221,10 +221,11 @@ def test_schedules_are_those_of_the_code():
 
 def test_start_table_is_what_a_run_prints():
     pytest.importorskip("torchtitan")
+    from titan_muon.integration.fused_weights import fused_splits
     from titan_muon.integration.optimizers_container import MuonOptimizersContainer
     from titan_muon.integration.start_table import start_table
     from titan_muon.integration.toml import Selection, load_train_config
-    from titan_muon.optim.param_groups import assign, to_groups
+    from titan_muon.optim.param_groups import assign
 
     config, _ = load_train_config(
         Selection(file=str(ROOT / "train_configs/llama3_debug_muon.toml"))
@@ -233,9 +234,8 @@ def test_start_table_is_what_a_run_prints():
         model = config.model_spec.model.build()
     container = MuonOptimizersContainer(config.optimizer, model_parts=[model])
     specs = config.optimizer.matrix_spec(), config.optimizer.rest_spec()
-    text = start_table(container.optimizers[0], assign(model, *specs), [])
-    assert len(to_groups(assign(model, *specs))) <= len(container.optimizers[0].param_groups)
-    assert text in README
+    assignments = assign(model, *specs, splits=fused_splits(model))
+    assert start_table(container.optimizers[0], assignments, []) in README
 
 
 # Mesh, what each axis does to a tensor (None replicates), p and R of the README's formula.

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
-from titan_muon.optim.param_groups import Assignment
+from titan_muon.optim.param_groups import HIDDEN, Assignment
 
 __all__ = ["start_table"]
 
@@ -54,7 +54,8 @@ def _elementwise_matrices(assignments: Sequence[Assignment]) -> list[str]:
     counts: Counter[tuple[str, ...]] = Counter()
     for item in assignments:
         algorithm = get_algorithm(item.algorithm)
-        if item.param.ndim >= 2 and not algorithm.is_matrix:
+        # Hidden matrices of a run with AdamW are where its config wants them.
+        if item.param.ndim >= 2 and not algorithm.is_matrix and item.reason != HIDDEN:
             name = re.sub(r"(?<=\.)\d+(?=\.)", "*", item.name)
             counts[name, str(tuple(item.param.shape)), algorithm.title, item.reason] += 1
     return [

@@ -10,8 +10,18 @@ from torch import nn
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.routing import Owner, default_route
 
-__all__ = ["Assignment", "Rule", "assign", "canonical_name", "param_groups", "to_groups"]
+__all__ = [
+    "HIDDEN",
+    "Assignment",
+    "Rule",
+    "assign",
+    "canonical_name",
+    "param_groups",
+    "to_groups",
+]
 
+# The reason of what the default routing takes for a hidden matrix.
+HIDDEN = "hidden matrix"
 # Segments that wrappers put into names: activation checkpointing, torch.compile, FSDP1.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
@@ -95,7 +105,7 @@ def assign(
         if rule is not None:
             algorithm, options, why = rule.algorithm, rule.options, f"pattern {rule.pattern!r}"
         elif reason is None:
-            (algorithm, options), why = matrices, "hidden matrix"
+            (algorithm, options), why = matrices, HIDDEN
         else:
             (algorithm, options), why = rest, reason
         if get_algorithm(algorithm).is_matrix:
