@@ -30,6 +30,8 @@ def run_ranks(world_size: int, function: Callable[..., None], *args: Any, limit:
     Raises:
         RuntimeError: A rank failed (its traceback is on stderr) or the time is over.
     """
+    # Whoever ends this process ends its ranks.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     here, there = _CONTEXT.Pipe()
     # The store's threads must not exist in this process: the ranks are its forks.
     store = _CONTEXT.Process(target=_serve_store, args=(there,), daemon=True)
