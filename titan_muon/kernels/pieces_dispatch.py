@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterable
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -13,8 +13,8 @@ __all__ = ["PieceOperations", "select_piece_operations"]
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class PieceOperations(Protocol):
-    """The functions of ``pieces_reference``."""
+class PieceOperations:
+    """The functions of ``pieces_reference``, as the type of any module that has them."""
 
     FUSES_NORM: bool
     advance = staticmethod(pieces_reference.advance)

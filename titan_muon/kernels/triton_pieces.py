@@ -1,3 +1,5 @@
+# pyrefly: ignore-errors
+# Triton is a language of its own: its values have no Python types.
 """Triton kernels of the operations on pieces; see ``pieces_reference`` for what they compute.
 
 All of them are bound by memory. One program handles one tile; which one, it reads from the table.

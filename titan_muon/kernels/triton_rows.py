@@ -1,3 +1,5 @@
+# pyrefly: ignore-errors
+# Triton is a language of its own: its values have no Python types.
 """Triton kernel of the row scaling; see ``rows`` for what it computes."""
 
 import triton
