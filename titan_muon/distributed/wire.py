@@ -8,31 +8,28 @@ Powers of two round nothing, so the scaling itself is exact.
 import torch
 from torch import Tensor
 
-__all__ = ["exponents", "power_of_two", "read_headers", "write_headers"]
+__all__ = ["FIELDS", "exponents", "power_of_two", "read_headers", "write_headers"]
 
 # float16 reaches 2**15; one power less leaves room for rounding.
 _TOP = 14
 _LOWEST, _HIGHEST = -100, 126
-_FIELDS = 3
+FIELDS = 3
 
 
-def write_headers(packets: Tensor, index: Tensor, *fields: Tensor) -> None:
+def write_headers(packets: Tensor, index: Tensor, headers: Tensor) -> None:
     """Write the headers of many parcels.
 
     Args:
         packets: All packets of one end, uint8; modified.
-        index: (P,) int64, position of each header in float32 elements.
-        fields: Up to three (P,) float32: exponent, flag, and sum of squares or scale.
+        index: (P, fields) int64, float32 elements of each header.
+        headers: (P, fields) float32: exponent, flag, and sum of squares or scale.
     """
-    values = packets.view(torch.float32)
-    for number, field in enumerate(fields):
-        values[index + number] = field
+    packets.view(torch.float32)[index] = headers
 
 
 def read_headers(packets: Tensor, index: Tensor) -> Tensor:
-    """Return (3, P) float32: exponents, flags, and sums of squares or scales."""
-    values = packets.view(torch.float32)
-    return torch.stack([values[index + number] for number in range(_FIELDS)])
+    """Return (P, fields) float32: exponents, flags, and sums of squares or scales."""
+    return packets.view(torch.float32)[index]
 
 
 def exponents(largest: Tensor) -> Tensor:

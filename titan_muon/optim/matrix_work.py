@@ -10,6 +10,7 @@ from torch import Tensor
 
 from titan_muon.distributed.exchange import Exchange, Message
 from titan_muon.distributed.groups import agree_on_plan, group_of
+from titan_muon.distributed.indices import BatchIndex, StageIndex
 from titan_muon.distributed.layout import is_dtensor
 from titan_muon.distributed.matrices import MatrixRule
 from titan_muon.distributed.plan import make_plan
@@ -66,7 +67,7 @@ class Batch:
     """Whole matrices of one shape and kind on their owner.
 
     Args:
-        tables: Where they come from and go to.
+        tables, index: Where they come from and go to.
         stack: (B, M, N): directions, then updates.
         normalized: Whether the directions are divided by safety times their norm already.
         buffers: State buffers by name, (B, M, N) or (B, M, 1).
@@ -76,6 +77,7 @@ class Batch:
     """
 
     tables: BatchTables
+    index: BatchIndex
     stack: Tensor
     normalized: bool
     buffers: dict[str, Tensor]
@@ -112,10 +114,11 @@ class MatrixWork:
         self.tables = rank_tables(self.plan, rank)
         self.exchange = Exchange(self.plan, rank, process_group, self.device)
         self.stages = range(self.plan.stages)
-        self._index: dict[tuple[int, ...], Tensor] = {}
+        self._indices = [StageIndex(stage, self.device) for stage in self.tables.stages]
         self._states: dict[tuple[int, int], TensorList] = {}
         own = self.tables.own_units
-        self._own_params = self._tensor(tuple(self.plan.units[u].param for u in own))
+        own_params = [self.plan.units[u].param for u in own]
+        self._own_params = torch.tensor(own_params, dtype=torch.int64, device=self.device)
         self._nothing = torch.zeros((len(own), 2), device=self.device)
         # One member stands for its kind: all have the same options and dtypes.
         self._of_kind = {kind: m for kind, m in zip(self.kinds, members, strict=True)}
@@ -140,7 +143,11 @@ class MatrixWork:
             kind: normalizers(self._statistics[:, 1], self._of_kind[kind].group)
             for kind in self.tables.own
         }
+        self._sent = exponents(self._statistics[:, 0])
+        flags = self._grads.flags(self.device)[self._own_params]
         self._squares = self._weight_squares()
+        self._headers = torch.stack([self._sent, flags, self._squares], dim=1).float()
+        self._flags = None if self._grads.all_present else flags
 
     def send(self, stage: int) -> Message | None:
         """Pack this rank's shards of a stage and start their way to the owners.
@@ -151,40 +158,34 @@ class MatrixWork:
             return None
         tables = self.tables.stages[stage]
         packets = self.exchange.outbox(stage, tables, "there")
-        sent = exponents(self._statistics[:, 0])
         for (kind, channel), table in tables.send.items():
-            member = self._of_kind[kind]
-            flat = packets.view(member.channel_dtype(channel))
+            flat = packets.view(self._dtype(kind, channel))
             if channel == 0:
-                scaled = flat.dtype.itemsize <= 2
-                factors = power_of_two(-sent) if scaled else None
+                factors = power_of_two(-self._sent) if flat.dtype.itemsize <= 2 else None
                 options = self._momentum_options(kind)
                 self._ops[kind].emit(
                     self._grads.grads, self._grads.momenta, flat, table, factors, **options
                 )
             else:
                 self._ops[kind].copy_to_flat(self._state(kind, channel), flat, table)
-        pieces = self._tensor(tables.send_pieces)
-        flags = self._grads.flags(self.device)[self._own_params[pieces]]
-        write_headers(
-            packets, self._tensor(tables.headers[0]), sent[pieces], flags, self._squares[pieces]
-        )
+        index = self._indices[stage]
+        write_headers(packets, index.sent, self._headers[index.pieces])
         return self.exchange.start(stage, tables, "there")
 
     def receive(self, stage: int, message: Message | None) -> list[Batch]:
         """Return the whole matrices that this rank computes in a stage."""
-        tables = self.tables.stages[stage]
+        tables, indices = self.tables.stages[stage], self._indices[stage]
         packets = headers = None
         if message is not None:
             packets = message.wait()
-            headers = read_headers(packets, self._tensor(tables.headers[1]))
+            headers = read_headers(packets, indices.received)
         batches = []
-        for batch in tables.batches:
+        for batch, index in zip(tables.batches, indices.batches, strict=True):
             if not batch.travels:
                 if self._grads.any_present(self.plan.units[u].param for u in batch.units):
-                    batches.append(self._cut(batch))
+                    batches.append(self._cut(batch, index))
             elif packets is not None and headers is not None:
-                batches.append(self._assemble(batch, packets, headers))
+                batches.append(self._assemble(batch, index, packets, headers))
         self.exchange.traffic.matrices += sum(len(b.tables.units) for b in batches)
         return batches
 
@@ -215,7 +216,7 @@ class MatrixWork:
         packets = self.exchange.outbox(stage, tables, "back")
         for batch in batches:
             if batch.tables.travels:
-                self._pack_back(batch, packets, self._tensor(tables.headers[2]))
+                self._pack_back(batch, packets, self._indices[stage].returned)
         return self.exchange.start(stage, tables, "back")
 
     def land(self, message: Message | None) -> None:
@@ -224,9 +225,9 @@ class MatrixWork:
             return
         tables = self.tables.stages[message.stage]
         packets = message.wait()
-        headers = read_headers(packets, self._tensor(tables.headers[3]))
-        factors = power_of_two(headers[0]) * headers[2]
-        keep = None if self._grads.all_present else headers[1]
+        headers = read_headers(packets, self._indices[message.stage].landed)
+        factors = power_of_two(headers[:, 0]) * headers[:, 2]
+        keep = None if self._grads.all_present else headers[:, 1].contiguous()
         for (kind, channel), table in tables.land.items():
             member, flat = self._of_kind[kind], packets.view(self._dtype(kind, channel))
             if channel:
@@ -243,9 +244,10 @@ class MatrixWork:
         """Write back what had to be copied, and let go of the step's tensors."""
         for member, flat in zip(self.members, self._params, strict=True):
             member.restore(flat)
-        del self._grads, self._params, self._statistics, self._factors, self._squares
+        del self._grads, self._params, self._statistics, self._factors
+        del self._sent, self._squares, self._headers, self._flags
 
-    def _cut(self, tables: BatchTables) -> Batch:
+    def _cut(self, tables: BatchTables, index: BatchIndex) -> Batch:
         """Fill a batch from this rank's own tensors."""
         kind = tables.kind
         member, ops = self._of_kind[kind], self._ops[kind]
@@ -268,45 +270,37 @@ class MatrixWork:
             value = self._buffer_stack(shape, kind, channel)
             ops.copy_to_flat(self._state(kind, channel), value.view(-1), tables.inward[channel])
             buffers[spec.name] = value
-        squares = self._squares[self._tensor(tables.own_pieces)]
-        return Batch(tables, stack, ops.FUSES_NORM, buffers, squares, None)
+        squares = self._squares[index.own_pieces]
+        return Batch(tables, index, stack, ops.FUSES_NORM, buffers, squares, None)
 
-    def _assemble(self, tables: BatchTables, packets: Tensor, headers: Tensor) -> Batch:
+    def _assemble(
+        self, tables: BatchTables, index: BatchIndex, packets: Tensor, headers: Tensor
+    ) -> Batch:
         """Fill a batch from parcels, each matrix at the scale of its largest parcel."""
         kind = tables.kind
         member, ops = self._of_kind[kind], self._ops[kind]
         units = [self.plan.units[u] for u in tables.units]
         shape = (len(units), units[0].rows, units[0].columns)
-        parcels, there = self._padded(tables.parcels)
-        sent = headers[0][parcels].where(there, -torch.inf)
-        # Only the scales within one matrix matter: it is orthogonalized.
-        relative = sent - sent.amax(dim=1, keepdim=True)
-        factors = torch.ones_like(headers[0])
-        factors[parcels[there]] = power_of_two(relative[there])
         stack = torch.empty(shape, dtype=self._dtype(kind, 0), device=self.device)
-        scaled = stack.dtype.itemsize <= 2
-        flat = packets.view(stack.dtype)
-        ops.copy_to_tensors(flat, [stack], tables.inward[0], factors if scaled else None)
+        factors = _relative_scales(headers, index) if stack.dtype.itemsize <= 2 else None
+        ops.copy_to_tensors(packets.view(stack.dtype), [stack], tables.inward[0], factors)
         buffers = {}
         for channel, spec in enumerate(member.channels[1:], start=1):
             value = self._buffer_stack(shape, kind, channel)
             ops.copy_to_tensors(packets.view(value.dtype), [value], tables.inward[channel])
             buffers[spec.name] = value
-        flags = headers[1][parcels].where(there, 0.0).amax(dim=1)
-        squares = headers[2][parcels].where(there, 0.0).sum(dim=1)
-        return Batch(tables, stack, False, buffers, squares, flags)
+        by_matrix = headers[index.padded].where(index.there.unsqueeze(-1), 0.0)
+        flags, squares = by_matrix[..., 1].amax(dim=1), by_matrix[..., 2].sum(dim=1)
+        return Batch(tables, index, stack, False, buffers, squares, flags)
 
     def _write_own(self, batch: Batch) -> None:
         kind, tables = batch.tables.kind, batch.tables
         member, ops = self._of_kind[kind], self._ops[kind]
-        pieces = self._tensor(tables.own_pieces)
         factors = torch.zeros(
             len(self.tables.own_units), device=self.device, dtype=self._wide(kind)
         )
-        factors[pieces] = _scales(batch).to(factors.dtype)
-        keep = None
-        if not self._grads.all_present:
-            keep = self._grads.flags(self.device)[self._own_params]
+        factors[batch.index.own_pieces] = _scales(batch).to(factors.dtype)
+        keep = self._flags
         ops.write(
             self._params,
             batch.stack.view(-1),
@@ -334,12 +328,11 @@ class MatrixWork:
         for channel, spec in enumerate(member.channels[1:], start=1):
             value = batch.buffers[spec.name]
             ops.copy_to_flat([value], packets.view(value.dtype), tables.outward[channel])
-        numbers = self._tensor(tuple(n for ns in tables.back_parcels for n in ns))
-        counts = tuple(b for b, ns in enumerate(tables.back_parcels) for _ in ns)
-        position = self._tensor(counts)
-        flags = torch.ones_like(sent[numbers]) if batch.flags is None else batch.flags[position]
-        scales = _scales(batch)[position].to(torch.float32)
-        write_headers(packets, index[numbers], sent[numbers], flags, scales)
+        parcels, positions = batch.index.back_parcels, batch.index.back_positions
+        flags = torch.ones_like(_scales(batch)) if batch.flags is None else batch.flags
+        headers = torch.stack([flags, _scales(batch)], dim=1)[positions].float()
+        headers = torch.cat([sent[parcels].view(-1, 1), headers], dim=1)
+        write_headers(packets, index[parcels], headers)
 
     def _weight_squares(self) -> Tensor:
         """Return the sum of squares of the weights of each own piece; zeros where not needed."""
@@ -349,19 +342,6 @@ class MatrixWork:
                 squares = self._ops[kind].statistics(self._params, table)[:, 1]
                 result = result + squares.to(self.device)
         return result
-
-    def _padded(self, numbers: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
-        """Return numbers as a rectangle, and which of its places hold one."""
-        width = max((len(n) for n in numbers), default=0)
-        flat = tuple(x for n in numbers for x in (*n, *([-1] * (width - len(n)))))
-        index = self._tensor(flat).view(len(numbers), width)
-        return index.clamp_min(0), index >= 0
-
-    def _tensor(self, numbers: tuple[int, ...]) -> Tensor:
-        """Return an index tensor; copied to the device once."""
-        if numbers not in self._index:
-            self._index[numbers] = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        return self._index[numbers]
 
     def _buffer_stack(self, shape: tuple[int, int, int], kind: int, channel: int) -> Tensor:
         columns = 1 if self._of_kind[kind].channels[channel].by_row else shape[2]
@@ -388,6 +368,19 @@ class MatrixWork:
 
     def _wide(self, kind: int) -> torch.dtype:
         return torch.promote_types(self._of_kind[kind].param.dtype, torch.float32)
+
+
+def _relative_scales(headers: Tensor, index: BatchIndex) -> Tensor:
+    """Return (parcels of the stage,) factors that bring each matrix to one scale.
+
+    Only the scales within one matrix matter: it is orthogonalized.
+    """
+    sent = headers[:, 0]
+    largest = sent[index.padded].where(index.there, -torch.inf).amax(dim=1)
+    factors = torch.ones_like(sent)
+    relative = sent[index.parcels] - largest[index.positions]
+    factors[index.parcels] = power_of_two(relative)
+    return factors
 
 
 def _scales(batch: Batch) -> Tensor:
