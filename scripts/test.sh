@@ -31,7 +31,7 @@ check() {
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "pyrefly" pyrefly check
-check "codespell" codespell titan_muon tests scripts configs train_configs README.md
+check "codespell" codespell titan_muon tests scripts configs train_configs README.md CHANGELOG.md
 check "pytest" python -m pytest -m "$tests" "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
