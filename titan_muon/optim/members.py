@@ -15,7 +15,7 @@ from titan_muon.optim.algorithms.base import MatrixAlgorithm, get_algorithm
 from titan_muon.optim.matrix_math import matrix_cost
 from titan_muon.optim.state import MOMENTUM
 
-__all__ = ["Gradients", "Member", "kinds_of"]
+__all__ = ["Gradients", "Member"]
 
 
 class Member:
@@ -66,10 +66,6 @@ class Member:
         offloaded = local_of(self.param).device != compute_device(self.param)
         return [*found, torch.float64] if offloaded else found
 
-    def channel_dtype(self, channel: int) -> torch.dtype:
-        """Return the dtype in which a channel travels."""
-        return getattr(torch, self.channels[channel].dtype)
-
     def shard(self) -> Tensor:
         """Return the local weights, contiguous: a copy where they are not, see :meth:`restore`."""
         return local_of(self.param).contiguous()
@@ -83,15 +79,6 @@ class Member:
     def gradient(self) -> Tensor | None:
         """Return the local gradient; see :func:`titan_muon.distributed.tensors.local_gradient`."""
         return local_gradient(self.param, self.name)
-
-    def write_options(self, device: torch.device) -> dict[str, Any]:
-        """Return the arguments of the write, a tensor lr on the device."""
-        lr = self.group["lr"]
-        return {
-            "lr": lr.to(device, non_blocking=True) if isinstance(lr, Tensor) else lr,
-            "weight_decay": float(self.group["weight_decay"]),
-            "cautious": self.group["cautious_weight_decay"],
-        }
 
 
 class Gradients:
@@ -155,14 +142,6 @@ class Gradients:
                     for t in (self._live[row.tensor], self.momenta[row.tensor])
                 )
                 live.copy_(torch.where(keep[row.piece].to(live.device) > 0, moved, live))
-
-
-def kinds_of(members: Sequence[Member]) -> list[int]:
-    """Number the members so that equal numbers mean equal group and dtypes."""
-    numbers: dict[tuple[Any, ...], int] = {}
-    return [
-        numbers.setdefault((id(m.group), *m.dtypes(), m.channels), len(numbers)) for m in members
-    ]
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -1,0 +1,168 @@
+"""Whole matrices of one shape and kind on their owner: filled, and emptied again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titan_muon.distributed.indices import BatchIndex
+from titan_muon.distributed.plan import Unit
+from titan_muon.distributed.tables import BatchTables
+from titan_muon.distributed.wire import exponents, power_of_two, write_headers
+from titan_muon.optim.kinds import Kind
+from titan_muon.optim.matrix_math import stack_dtype
+from titan_muon.optim.step_shards import StepShards
+
+__all__ = ["Batch", "assemble", "cut", "pack_back", "write_own"]
+
+
+@dataclass
+class Batch:
+    """A batch between its arrival and its departure.
+
+    Args:
+        tables, index: Where its matrices come from and go to.
+        kind: Their kind.
+        stack: (B, M, N): directions, then updates.
+        normalized: Whether the directions are divided by safety times their norm already.
+        buffers: State buffers by name, (B, M, N) or (B, M, 1).
+        square_sums: (B,), sums of squares of the weights; zeros where no option needs them.
+        flags: (B,), 1 where some rank had a gradient; None where that is certain.
+        scales: (B,), how far the updates go; set by the arithmetic.
+    """
+
+    tables: BatchTables
+    index: BatchIndex
+    kind: Kind
+    stack: Tensor
+    normalized: bool
+    buffers: dict[str, Tensor]
+    square_sums: Tensor
+    flags: Tensor | None
+    scales: Tensor | None = None
+
+
+def cut(
+    tables: BatchTables, index: BatchIndex, units: Sequence[Unit], kind: Kind, shards: StepShards
+) -> Batch:
+    """Fill a batch from this rank's own shards."""
+    ops, device = kind.ops, shards.sent.device
+    dtype = kind.state_dtype
+    if ops.FUSES_NORM:
+        dtype = stack_dtype(kind.group, device, dtype)
+    stack = torch.empty(_shape(units), dtype=dtype, device=device)
+    ops.emit(
+        shards.gradients.grads,
+        shards.gradients.momenta,
+        stack.view(-1),
+        tables.inward[0],
+        shards.factors[tables.kind] if ops.FUSES_NORM else None,
+        **kind.momentum_options(),
+    )
+    buffers = {}
+    for channel, spec in enumerate(kind.channels[1:], start=1):
+        value = _empty_buffer(units, kind, channel, device)
+        ops.copy_to_flat(kind.states[channel], value.view(-1), tables.inward[channel])
+        buffers[spec.name] = value
+    squares = shards.squares[index.own_pieces]
+    return Batch(tables, index, kind, stack, ops.FUSES_NORM, buffers, squares, None)
+
+
+def assemble(
+    tables: BatchTables,
+    index: BatchIndex,
+    units: Sequence[Unit],
+    kind: Kind,
+    packets: Tensor,
+    headers: Tensor,
+) -> Batch:
+    """Fill a batch from parcels, each matrix at the scale of its largest parcel.
+
+    Args:
+        tables, index, units, kind: What the batch consists of.
+        packets: Bytes that arrived.
+        headers: (parcels, fields), their headers.
+    """
+    stack = torch.empty(_shape(units), dtype=kind.dtype(0), device=packets.device)
+    factors = _relative_scales(headers, index) if stack.dtype.itemsize <= 2 else None
+    kind.ops.copy_to_tensors(packets.view(stack.dtype), [stack], tables.inward[0], factors)
+    buffers = {}
+    for channel, spec in enumerate(kind.channels[1:], start=1):
+        value = _empty_buffer(units, kind, channel, packets.device)
+        kind.ops.copy_to_tensors(packets.view(value.dtype), [value], tables.inward[channel])
+        buffers[spec.name] = value
+    by_matrix = headers[index.padded].where(index.there.unsqueeze(-1), 0.0)
+    flags, squares = by_matrix[..., 1].amax(dim=1), by_matrix[..., 2].sum(dim=1)
+    return Batch(tables, index, kind, stack, False, buffers, squares, flags)
+
+
+def write_own(batch: Batch, shards: StepShards) -> None:
+    """Write the updates and buffers of a batch that stays on this rank."""
+    kind, tables = batch.kind, batch.tables
+    factors = torch.zeros(len(shards.sent), device=shards.sent.device, dtype=kind.wide)
+    factors[batch.index.own_pieces] = _scales(batch).to(kind.wide)
+    kind.ops.write(
+        shards.params,
+        batch.stack.view(-1),
+        tables.inward[0],
+        factors,
+        **kind.write_options(),
+        keep=shards.flags,
+    )
+    for channel, spec in enumerate(kind.channels[1:], start=1):
+        value, table = batch.buffers[spec.name].view(-1), tables.inward[channel]
+        kind.ops.copy_to_tensors(value, kind.states[channel], table, None, shards.flags)
+
+
+def pack_back(batch: Batch, packets: Tensor, index: Tensor) -> None:
+    """Pack the updates and buffers of a batch for the ranks that hold its matrices.
+
+    Args:
+        batch: Computed.
+        packets: Bytes to send; modified.
+        index: (parcels, fields), where the headers of the stage are.
+    """
+    kind, tables, scales = batch.kind, batch.tables, _scales(batch)
+    flat = packets.view(kind.dtype(0))
+    sent, factors = torch.zeros(len(index), device=packets.device), None
+    # In its own dtype an update travels as it is.
+    if flat.dtype.itemsize <= 2 and flat.dtype != batch.stack.dtype:
+        sent = exponents(kind.ops.statistics([batch.stack], tables.outward[0])[:, 0])
+        factors = power_of_two(-sent)
+    kind.ops.copy_to_flat([batch.stack], flat, tables.outward[0], factors)
+    for channel, spec in enumerate(kind.channels[1:], start=1):
+        value = batch.buffers[spec.name]
+        kind.ops.copy_to_flat([value], packets.view(value.dtype), tables.outward[channel])
+    parcels, positions = batch.index.back_parcels, batch.index.back_positions
+    flags = torch.ones_like(scales) if batch.flags is None else batch.flags
+    headers = torch.stack([flags, scales], dim=1)[positions].float()
+    write_headers(packets, index[parcels], torch.cat([sent[parcels].view(-1, 1), headers], dim=1))
+
+
+def _relative_scales(headers: Tensor, index: BatchIndex) -> Tensor:
+    """Return (parcels of the stage,) factors that bring each matrix to one scale.
+
+    Only the scales within one matrix matter: it is orthogonalized.
+    """
+    sent = headers[:, 0]
+    largest = sent[index.padded].where(index.there, -torch.inf).amax(dim=1)
+    factors = torch.ones_like(sent)
+    factors[index.parcels] = power_of_two(sent[index.parcels] - largest[index.positions])
+    return factors
+
+
+def _shape(units: Sequence[Unit]) -> tuple[int, int, int]:
+    return len(units), units[0].rows, units[0].columns
+
+
+def _empty_buffer(units: Sequence[Unit], kind: Kind, channel: int, device: torch.device) -> Tensor:
+    count, rows, columns = _shape(units)
+    shape = (count, rows, 1 if kind.channels[channel].by_row else columns)
+    return torch.empty(shape, dtype=kind.dtype(channel), device=device)
+
+
+def _scales(batch: Batch) -> Tensor:
+    if batch.scales is None:
+        raise AssertionError("the batch has not been computed")
+    return batch.scales

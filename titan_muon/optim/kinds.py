@@ -1,0 +1,69 @@
+"""Parameters that are computed alike: same param group, same dtypes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_muon.distributed.tensors import local_of
+from titan_muon.kernels.pieces import TensorList
+from titan_muon.kernels.pieces_dispatch import select_piece_operations
+from titan_muon.optim.members import Member
+
+__all__ = ["Kind", "number_kinds"]
+
+
+def number_kinds(members: Sequence[Member]) -> list[int]:
+    """Number the members so that equal numbers mean equal param group and dtypes."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    return [
+        numbers.setdefault((id(m.group), *m.dtypes(), m.channels), len(numbers)) for m in members
+    ]
+
+
+class Kind:
+    """What holds for all parameters of one kind.
+
+    Args:
+        member: Any parameter of the kind.
+        members: All parameters of the plan, in its order.
+        device: Where matrices are computed.
+    """
+
+    def __init__(self, member: Member, members: Sequence[Member], device: torch.device) -> None:
+        self.group, self.algorithm, self.channels = member.group, member.algorithm, member.channels
+        self.ops = select_piece_operations(device, member.dtypes())
+        self.state_dtype = member.momentum.dtype
+        self.wide = torch.promote_types(member.param.dtype, torch.float32)
+        self._device = device
+        # By channel; tables of a kind never touch the tensors of another.
+        self.states = [
+            TensorList(
+                local_of(m.state[spec.name]) if spec.name in m.state else m.momentum
+                for m in members
+            )
+            for spec in self.channels
+        ]
+
+    def dtype(self, channel: int) -> torch.dtype:
+        """Return the dtype in which a channel travels."""
+        return getattr(torch, self.channels[channel].dtype)
+
+    def momentum_options(self) -> dict[str, Any]:
+        """Return the arguments of ``advance`` and ``emit``."""
+        sign = -1.0 if self.group["maximize"] else 1.0
+        return {
+            "momentum": self.group["momentum"],
+            "nesterov": self.group["nesterov"],
+            "sign": sign,
+        }
+
+    def write_options(self) -> dict[str, Any]:
+        """Return the arguments of ``write``, a tensor lr on the device."""
+        lr = self.group["lr"]
+        return {
+            "lr": lr.to(self._device, non_blocking=True) if isinstance(lr, Tensor) else lr,
+            "weight_decay": float(self.group["weight_decay"]),
+            "cautious": self.group["cautious_weight_decay"],
+        }

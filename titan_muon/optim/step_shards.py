@@ -1,0 +1,76 @@
+"""This rank's shards in one step: gradients, momenta, weights, and what was measured of them."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from titan_muon.distributed.tables import RankTables
+from titan_muon.distributed.wire import exponents
+from titan_muon.kernels.pieces import TensorList
+from titan_muon.optim.kinds import Kind
+from titan_muon.optim.matrix_math import normalizers
+from titan_muon.optim.members import Gradients, Member
+
+__all__ = ["StepShards"]
+
+
+class StepShards:
+    """Advances the momentum of every parameter and measures its direction.
+
+    Args:
+        members: All parameters of the plan.
+        kinds: Their kinds by number.
+        tables: This rank's tables.
+        own_params: (own pieces,) int64, parameter of each own piece.
+
+    Attributes:
+        gradients, params: Local tensors, one a parameter.
+        factors: For each kind (own pieces,), 1 / (safety * norm) of the direction.
+        sent: (own pieces,), exponents by which 16-bit parcels are scaled.
+        squares: (own pieces,), sums of squares of the weights; zeros where no option needs them.
+        headers: (own pieces, fields), the headers of the parcels.
+        flags: (own pieces,), 1 where this rank has a gradient; None if everywhere.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        kinds: Mapping[int, Kind],
+        tables: RankTables,
+        own_params: Tensor,
+    ) -> None:
+        self._members, self._kinds, self._tables = members, kinds, tables
+        device = own_params.device
+        self.gradients = Gradients(members)
+        self.params = TensorList(m.shard() for m in members)
+        statistics = torch.zeros((len(own_params), 2), device=device)
+        for number, table in tables.own.items():
+            measured = kinds[number].ops.advance(
+                self.gradients.grads,
+                self.gradients.momenta,
+                table,
+                **kinds[number].momentum_options(),
+            )
+            # Every own piece has one kind and is zero in the others.
+            statistics = statistics + measured.to(device)
+        self.factors = {n: normalizers(statistics[:, 1], kinds[n].group) for n in tables.own}
+        self.sent = exponents(statistics[:, 0])
+        self.squares = self._weight_squares(statistics)
+        flags = self.gradients.flags(device)[own_params]
+        self.headers = torch.stack([self.sent, flags, self.squares], dim=1).float()
+        self.flags = None if self.gradients.all_present else flags
+
+    def restore(self) -> None:
+        """Write back the weights that had to be copied."""
+        for member, shard in zip(self._members, self.params, strict=True):
+            member.restore(shard)
+
+    def _weight_squares(self, statistics: Tensor) -> Tensor:
+        result = torch.zeros_like(statistics[:, 0])
+        for number, table in self._tables.own.items():
+            kind = self._kinds[number]
+            if kind.group["adjust_lr_fn"] == "match_param_rms":
+                squares = kind.ops.statistics(self.params, table)[:, 1]
+                result = result + squares.to(result.device)
+        return result
