@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from titan_muon import Muon
 from titan_muon.kernels import pieces_reference as reference
 from titan_muon.kernels.pieces import PieceTable, Row
 
@@ -58,6 +59,40 @@ def check_row_scaling(scale, device="cpu"):
         want = (x * factors).half()
         scale(x, factors)
         assert torch.equal(x, want)
+
+
+def check_whole_steps(kernels):
+    """Compare optimizer steps by the kernels, which divide by the norm as they emit, on the CPU."""
+    from titan_muon.optim import kinds
+
+    select = kinds.select_piece_operations
+    for algorithm in ("muon", "normuon"):
+        runs = []
+        for operations in (reference, kernels):
+            kinds.select_piece_operations = lambda *_, chosen=operations: chosen
+            runs.append(_steps(algorithm))
+        for got, want in zip(*runs, strict=True):
+            # float32 sums in another order, amplified by five iterations.
+            assert ((got - want).norm() / want.norm()).item() < 1e-5, algorithm
+    kinds.select_piece_operations = select
+
+
+def _steps(algorithm):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(12, 20), (24, 6), (2, 5, 8)]
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+    start = [p.detach().clone() for p in params]
+    groups = [
+        {"params": params[:1], "adjust_lr_fn": "match_param_rms"},
+        {"params": params[1:2], "split": [12, 12]},
+        {"params": params[2:]},
+    ]
+    optimizer = Muon([{**g, "algorithm": algorithm} for g in groups], lr=0.05)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    return [p.detach() - s for p, s in zip(params, start, strict=True)]
 
 
 def _close(got, want, dtype, roundings=1):
@@ -157,7 +192,8 @@ def test_triton_kernels_equal_reference_in_the_interpreter():
         "import sys; sys.path.insert(0, sys.argv[1]); import test_pieces;"
         "from titan_muon.kernels import triton_pieces, triton_rows;"
         "test_pieces.check_operations(triton_pieces);"
-        "test_pieces.check_row_scaling(triton_rows.scale_rows_); print('equal')"
+        "test_pieces.check_row_scaling(triton_rows.scale_rows_);"
+        "test_pieces.check_whole_steps(triton_pieces); print('equal')"
     )
     result = subprocess.run(
         [sys.executable, "-c", code, str(Path(__file__).parent)],

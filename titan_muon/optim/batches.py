@@ -11,7 +11,7 @@ from titan_muon.distributed.plan import Unit
 from titan_muon.distributed.tables import BatchTables
 from titan_muon.distributed.wire import exponents, power_of_two, write_headers
 from titan_muon.optim.kinds import Kind
-from titan_muon.optim.matrix_math import stack_dtype
+from titan_muon.optim.matrix_math import stack_dtype, start_of
 from titan_muon.optim.step_shards import StepShards
 
 __all__ = ["Batch", "assemble", "cut", "pack_back", "write_own"]
@@ -25,7 +25,7 @@ class Batch:
         tables, index: Where its matrices come from and go to.
         kind: Their kind.
         stack: (B, M, N): directions, then updates.
-        normalized: Whether the directions are divided by safety times their norm already.
+        normalized: Whether the directions have the norm at which the iteration starts.
         buffers: State buffers by name, (B, M, N) or (B, M, 1).
         square_sums: (B,), sums of squares of the weights; zeros where no option needs them.
         flags: (B,), 1 where some rank had a gradient; None where that is certain.
@@ -57,7 +57,7 @@ def cut(
         shards.gradients.momenta,
         stack.view(-1),
         tables.inward[0],
-        shards.factors[tables.kind] if ops.FUSES_NORM else None,
+        shards.inverse_norms * start_of(stack, kind.group) if ops.FUSES_NORM else None,
         **kind.momentum_options(),
     )
     buffers = {}

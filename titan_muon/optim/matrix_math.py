@@ -16,10 +16,11 @@ from titan_muon.orthogonalization import (
     orthogonalize_normalized,
     resolve_dtype,
     resolve_schedule,
+    starting_norm,
     work_bytes,
 )
 
-__all__ = ["batch_update", "matrix_cost", "normalizers", "stack_dtype"]
+__all__ = ["batch_update", "inverse_norms", "matrix_cost", "stack_dtype", "start_of"]
 
 
 def batch_update(
@@ -39,7 +40,7 @@ def batch_update(
         square_sums: (B,), sums of squares of the weights; read for ``match_param_rms`` only.
         algorithm: What happens to the orthogonalized update.
         group: The param group.
-        normalized: Whether the directions are divided by safety times their norm already.
+        normalized: Whether the directions have the norm at which the iteration starts.
 
     Returns:
         (B, M, N) in the dtype of the iteration, and (B,) in float32 (float64 for float64), the
@@ -67,11 +68,17 @@ def stack_dtype(
     return resolve_dtype(group["ns_dtype"], device, input_dtype)
 
 
-def normalizers(square_sums: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return 1 / (safety * norm) from sums of squares; a zero matrix stays zero."""
-    schedule = resolve_schedule(group["ns_method"], group["ns_steps"])
+def inverse_norms(square_sums: Tensor) -> Tensor:
+    """Return 1 / norm from sums of squares; a zero matrix stays zero."""
     tiny = torch.finfo(square_sums.dtype).tiny
-    return square_sums.sqrt().mul_(schedule.safety).clamp_min_(tiny).reciprocal_()
+    return square_sums.sqrt().clamp_min_(tiny).reciprocal_()
+
+
+def start_of(stack: Tensor, group: Mapping[str, Any]) -> float:
+    """Return the norm at which the iteration of a stack (B, M, N) in its own dtype starts."""
+    schedule = resolve_schedule(group["ns_method"], group["ns_steps"])
+    rows, columns = stack.shape[-2:]
+    return starting_norm(rows, columns, stack.dtype, stack.device, schedule)
 
 
 def matrix_cost(

@@ -9,7 +9,7 @@ from titan_muon.distributed.tables import RankTables
 from titan_muon.distributed.wire import exponents
 from titan_muon.kernels.pieces import TensorList
 from titan_muon.optim.kinds import Kind
-from titan_muon.optim.matrix_math import normalizers
+from titan_muon.optim.matrix_math import inverse_norms
 from titan_muon.optim.members import Gradients, Member
 
 __all__ = ["StepShards"]
@@ -26,7 +26,7 @@ class StepShards:
 
     Attributes:
         gradients, params: Local tensors, one a parameter.
-        factors: For each kind (own pieces,), 1 / (safety * norm) of the direction.
+        inverse_norms: (own pieces,), 1 / norm of the direction, where one rank holds all of it.
         sent: (own pieces,), exponents by which 16-bit parcels are scaled.
         squares: (own pieces,), sums of squares of the weights; zeros where no option needs them.
         headers: (own pieces, fields), the headers of the parcels.
@@ -54,7 +54,7 @@ class StepShards:
             )
             # Every own piece has one kind and is zero in the others.
             statistics = statistics + measured.to(device)
-        self.factors = {n: normalizers(statistics[:, 1], kinds[n].group) for n in tables.own}
+        self.inverse_norms = inverse_norms(statistics[:, 1])
         self.sent = exponents(statistics[:, 0])
         self.squares = self._weight_squares(statistics)
         flags = self.gradients.flags(device)[own_params]

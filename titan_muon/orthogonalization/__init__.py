@@ -14,6 +14,7 @@ from titan_muon.orthogonalization.methods import (
     orthogonalize_batch,
     orthogonalize_normalized,
     resolve_dtype,
+    starting_norm,
     work_bytes,
 )
 from titan_muon.orthogonalization.polar import polar_factor
@@ -31,5 +32,6 @@ __all__ = [
     "resolve_dtype",
     "resolve_schedule",
     "schedule_names",
+    "starting_norm",
     "work_bytes",
 ]

@@ -94,10 +94,11 @@ def orthogonalize_batch(
 def orthogonalize_normalized(
     x: Tensor, schedule: Schedule, *, evaluation: str = "auto", batch_size: int | None = None
 ) -> Tensor:
-    """Orthogonalize matrices that are divided by safety times their Frobenius norm already.
+    """Orthogonalize matrices that are brought to their starting size already.
 
     Args:
-        x: (B, M, N), contiguous, in the dtype of the iteration. Overwritten.
+        x: (B, M, N), contiguous, in the dtype of the iteration: each matrix has
+            :func:`starting_norm` as its Frobenius norm. Overwritten.
         schedule: The steps.
         evaluation: As for :func:`orthogonalize_batch`.
         batch_size: Most matrices in one launch; None for no limit.
@@ -108,21 +109,36 @@ def orthogonalize_normalized(
     rows, columns = x.shape[-2:]
     ops = select_operations(min(rows, columns), x.dtype, x.device)
     chosen, _ = choose_evaluation(rows, columns, x.dtype, schedule, ops, evaluation)
-    iterations = (
-        gram_newton_schulz.writes(schedule)
-        if chosen == "gram"
-        else newton_schulz.writes(len(schedule.triples))
-    )
     spare = torch.empty_like(x)
     source, target = (x.mT, spare.mT) if rows > columns else (x, spare)
     size = max(1, len(x)) if batch_size is None else batch_size
     for start in range(0, len(x), size):
         part = slice(start, start + size)
-        if chosen == "gram":
-            gram_newton_schulz.iterate(source[part], target[part], schedule, ops)
-        else:
-            newton_schulz.iterate(source[part], target[part], schedule.triples, ops)
-    return x if iterations % 2 == 0 else spare
+        _iterate(source[part], target[part], schedule, chosen, ops)
+    return x if _writes(schedule, chosen) % 2 == 0 else spare
+
+
+def starting_norm(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    schedule: Schedule,
+    evaluation: str = "auto",
+) -> float:
+    """Return the Frobenius norm with which an iteration starts.
+
+    Args:
+        rows: M.
+        columns: N.
+        dtype: Dtype of the iteration.
+        device: Where it runs.
+        schedule: The steps.
+        evaluation: As for :func:`orthogonalize_batch`.
+    """
+    ops = select_operations(min(rows, columns), dtype, device)
+    chosen, _ = choose_evaluation(rows, columns, dtype, schedule, ops, evaluation)
+    return _enlargement(min(rows, columns), dtype, chosen) / schedule.safety
 
 
 def choose_evaluation(
@@ -204,20 +220,31 @@ def explain(
 
 
 def _run(source: Tensor, target: Tensor, schedule: Schedule, chosen: str, ops: Operations) -> None:
-    if chosen == "gram":
-        writes = gram_newton_schulz.writes(schedule)
-    else:
-        writes = newton_schulz.writes(len(schedule.triples))
     spare = torch.empty_like(target)
     # The iterate moves between two buffers; start in the one from which it ends in the result.
-    x, spare = (target, spare) if writes % 2 == 0 else (spare, target)
+    x, spare = (target, spare) if _writes(schedule, chosen) % 2 == 0 else (spare, target)
+    enlargement = _enlargement(target.shape[1], target.dtype, chosen)
+    _normalize(source, schedule.safety / enlargement, ops, out=x)
+    _iterate(x, spare, schedule, chosen, ops)
+
+
+def _iterate(x: Tensor, spare: Tensor, schedule: Schedule, chosen: str, ops: Operations) -> None:
     if chosen == "gram":
-        scale = gram_newton_schulz.input_scale(target.shape[1], target.dtype)
-        _normalize(source, schedule.safety / scale, ops, out=x)
-        gram_newton_schulz.iterate(x, spare, schedule, ops, scale)
+        enlargement = _enlargement(x.shape[1], x.dtype, chosen)
+        gram_newton_schulz.iterate(x, spare, schedule, ops, enlargement)
     else:
-        _normalize(source, schedule.safety, ops, out=x)
         newton_schulz.iterate(x, spare, schedule.triples, ops)
+
+
+def _writes(schedule: Schedule, chosen: str) -> int:
+    """Return how often the iterate moves from one buffer to the other."""
+    if chosen == "gram":
+        return gram_newton_schulz.writes(schedule)
+    return newton_schulz.writes(len(schedule.triples))
+
+
+def _enlargement(rows: int, dtype: torch.dtype, chosen: str) -> float:
+    return gram_newton_schulz.input_scale(rows, dtype) if chosen == "gram" else 1.0
 
 
 def _normalize(x: Tensor, factor: float, ops: Operations, *, out: Tensor) -> None:
