@@ -1,5 +1,6 @@
 """Process groups for sets of ranks, and the one check that all ranks made the same plan."""
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,11 +12,12 @@ from titan_muon.distributed.plan import Plan
 __all__ = ["agree_on_plan", "group_of"]
 
 
-def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+def group_of(ranks: tuple[int, ...], meshes: Iterable[Any]) -> dist.ProcessGroup | None:
     """Return a process group of exactly these ranks; None for a single rank.
 
     Args:
         ranks: Global ranks, ascending.
+        meshes: Device meshes of these ranks; one with a single axis has such a group already.
 
     Collective: all of ``ranks`` call; a group that is not the world's is created once and kept.
     """
@@ -23,6 +25,10 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return None
     if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
+    for mesh in meshes:
+        axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        if len(axes) == 1:
+            return mesh.get_group(axes[0])
     return _subgroup(ranks)
 
 

@@ -98,9 +98,9 @@ def channel_layout(param: PlanParam, channel: int) -> tuple[Layout, MatrixRule]:
     return param.layout.by_row(rule.shape), rule
 
 
-def parcel_bytes(param: PlanParam, channel: int, pieces: Sequence[Segment]) -> int:
+def parcel_bytes(dtype: str, pieces: Sequence[Segment]) -> int:
     """Return the bytes of a parcel, header and alignment included."""
-    itemsize = getattr(torch, param.channels[channel].dtype).itemsize
+    itemsize = getattr(torch, dtype).itemsize
     body = sum(s.rows * s.columns for s in pieces) * itemsize
     return HEADER + -(-body // _ALIGN) * _ALIGN
 
@@ -134,7 +134,7 @@ class _Side:
     ) -> None:
         self.parcels[peer].append((unit, channel, self.used[peer], pieces))
         param = plan.params[plan.units[unit].param]
-        self.used[peer] += parcel_bytes(param, channel, pieces)
+        self.used[peer] += parcel_bytes(param.channels[channel].dtype, pieces)
 
     def placed(self) -> Iterator[Parcel]:
         start = 0

@@ -54,9 +54,9 @@ class StageTables:
         send: By kind and channel, from this rank's tensors to the packet; pieces are own pieces.
         land: By kind and channel, from the packet to this rank's tensors; pieces are parcels.
         batches: What this rank computes.
-        send_pieces: Own piece of each sent parcel; that of another channel for buffers.
-        headers: First float32 of the header of each parcel, for each of sent there, received there,
-            sent back, received back.
+        send_pieces: Own piece of each parcel of channel 0 that is sent there.
+        headers: First float32 of the header of each parcel, for each of sent there (channel 0),
+            received there, sent back, received back.
     """
 
     there: Route
@@ -119,16 +119,18 @@ class _Builder:
 
     def stage(self, number: int) -> StageTables:
         there, back = route(self.plan, self.rank, number)
+        # On the way there only these are read: a rank may hold rows of a buffer and no column.
+        directions = [parcel for parcel in there.sends if parcel.channel == 0]
         return StageTables(
             there,
             back,
             self.by_kind(there.sends, lambda _, parcel: self.own_piece.get(parcel.unit, 0)),
             self.by_kind(back.receives, lambda number, _: number),
             tuple(self.batch(units, there, back) for units in self.grouped(number)),
-            tuple(self.own_piece.get(p.unit, 0) for p in there.sends),
+            tuple(self.own_piece[p.unit] for p in directions),
             tuple(
                 tuple(p.offset // 4 for p in parcels)
-                for parcels in (there.sends, there.receives, back.sends, back.receives)
+                for parcels in (directions, there.receives, back.sends, back.receives)
             ),
         )
 

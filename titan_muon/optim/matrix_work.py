@@ -82,7 +82,9 @@ class MatrixWork:
             [m.plan_param(number) for m, number in zip(members, numbers, strict=True)],
             max_stage_bytes=max(m.group["max_stage_bytes"] for m in members),
         )
-        process_group = group_of(ranks) if distributed else None
+        process_group = (
+            group_of(ranks, [m.param.device_mesh for m in members]) if distributed else None
+        )
         agree_on_plan(self.plan, process_group, self.device)
         rank = dist.get_rank() if distributed else ranks[0]
         self.tables = rank_tables(self.plan, rank)
