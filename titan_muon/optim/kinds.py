@@ -54,7 +54,7 @@ class Kind:
         """Return the arguments of ``advance`` and ``emit``."""
         sign = -1.0 if self.group["maximize"] else 1.0
         return {
-            "momentum": self.group["momentum"],
+            "momentum": float(self.group["momentum"]),
             "nesterov": self.group["nesterov"],
             "sign": sign,
         }
@@ -63,7 +63,7 @@ class Kind:
         """Return the arguments of ``write``, a tensor lr on the device."""
         lr = self.group["lr"]
         return {
-            "lr": lr.to(self._device, non_blocking=True) if isinstance(lr, Tensor) else lr,
+            "lr": lr.to(self._device, non_blocking=True) if isinstance(lr, Tensor) else float(lr),
             "weight_decay": float(self.group["weight_decay"]),
             "cautious": self.group["cautious_weight_decay"],
         }
