@@ -115,11 +115,14 @@ def measure(trainer: Any, reference: dict[Any, Any]) -> dict[str, Any]:
         given[case] = compare_given(outcome, reference["given", algorithm])
         given[case]["replicas"] = count_differing(trainer, container.optimizers[0])
         given[case]["traffic"] = traffic_of(container.optimizers[0], wire)
+        # The next case's whole tensors beside these would not fit where every rank holds all.
+        del outcome, container
     for algorithm, wire_dtype in EXACT + (DEFAULT[:1] if is_small else []):
         case = f"{algorithm} {wire_dtype or 'default'}"
         outcome = real_layouts.train_steps(trainer, start, algorithm, wire_dtype)
         trained[case] = compare_trained(outcome, reference["trained", algorithm])
         trained[case]["replicas"] = count_differing(trainer, trainer.optimizers.optimizers[0])
+        del outcome
     return {"given": given, "trained": trained}
 
 
