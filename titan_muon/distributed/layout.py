@@ -60,6 +60,12 @@ class Layout:
         """Hash once: a mesh can have thousands of ranks, and layouts are cache keys."""
         return self._hash
 
+    @property
+    def replicated(self) -> bool:
+        """Whether more than one rank holds each element."""
+        axes = zip(self.cuts, self.mesh_shape, strict=True)
+        return any(cut.dim is None and size > 1 for cut, size in axes)
+
     def by_row(self, shape: tuple[int, ...]) -> "Layout":
         """Return the layout of a buffer with one value a row: axes that cut columns replicate.
 

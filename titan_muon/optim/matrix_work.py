@@ -97,6 +97,7 @@ class MatrixWork:
             number: Kind(member, members, self.device)
             for number, member in dict(zip(numbers, members, strict=True)).items()
         }
+        self._replicated = any(m.layout.replicated for m in members)
         self._shards: StepShards | None = None
 
     def begin(self) -> None:
@@ -178,13 +179,18 @@ class MatrixWork:
         return self.exchange.start(stage, tables, "back")
 
     def land(self, message: Message | None) -> None:
-        """Write the updates and buffers that come back into this rank's shards."""
+        """Write the updates and buffers that come back into this rank's shards.
+
+        Whether a matrix moves at all is what its owner found in its own replica, so that replicas
+        stay equal even where one of them lacks a gradient that another has.
+        """
         if message is None:
             return
         packets, shards = message.wait(), self.shards
         headers = read_headers(packets, self._indices[message.stage].landed)
         factors = power_of_two(headers[:, 0]) * headers[:, 2]
-        keep = None if shards.flags is None else headers[:, 1].contiguous()
+        certain = shards.flags is None and not self._replicated
+        keep = None if certain else headers[:, 1].contiguous()
         for (number, channel), table in self.tables.stages[message.stage].land.items():
             kind = self._kinds[number]
             flat = packets.view(kind.dtype(channel))
@@ -192,7 +198,7 @@ class MatrixWork:
                 kind.ops.copy_to_tensors(flat, kind.states[channel], table, None, keep)
                 continue
             kind.ops.write(shards.params, flat, table, factors, **kind.write_options(), keep=keep)
-            if keep is not None:
+            if keep is not None and shards.flags is not None:
                 shards.gradients.commit(table, keep)
 
     def finish(self) -> None:

@@ -65,6 +65,10 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step.
 
+        A matrix without a gradient on every rank that holds it stays as it is; where only some
+        ranks lack it, it counts as zero there. AdamW and Adam step the shards that have a gradient:
+        whether another rank has one cannot be known without a collective, and none is spent.
+
         Args:
             closure: Evaluates the loss again and returns it; optional.
 
