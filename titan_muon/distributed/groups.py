@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from titan_muon.distributed.plan import Plan
 
-__all__ = ["agree_on_plan", "group_of"]
+__all__ = ["agree_on_plan", "create_groups", "group_of"]
 
 
 def group_of(ranks: tuple[int, ...], meshes: Iterable[Any]) -> dist.ProcessGroup | None:
@@ -30,6 +30,29 @@ def group_of(ranks: tuple[int, ...], meshes: Iterable[Any]) -> dist.ProcessGroup
         if len(axes) == 1:
             return mesh.get_group(axes[0])
     return _subgroup(ranks)
+
+
+def create_groups(sets: Iterable[tuple[int, ...]]) -> None:
+    """Create, on all ranks alike, the process groups that any of them will ask for.
+
+    A group made by its own ranks alone advances torch's count of groups there and not elsewhere;
+    the next group or device mesh would get one name here and another there, and hang.
+
+    Args:
+        sets: This rank's sets of ranks, each ascending.
+
+    Collective: all ranks of the world, at construction of an optimizer whose ranks differ (pipeline
+    stages).
+    """
+    if not dist.is_initialized():
+        return
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, sorted(set(sets)))
+    groups = _SUBGROUPS.setdefault(dist.group.WORLD, {})
+    everyone = tuple(range(dist.get_world_size()))
+    for ranks in sorted({ranks for mine in gathered for ranks in mine}):
+        if 1 < len(ranks) and ranks != everyone and ranks not in groups:
+            groups[ranks] = dist.new_group(list(ranks))
 
 
 # Groups live as long as the process group of the world, not by its id, which a new one may get.

@@ -10,6 +10,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
 from torchtitan.tools.logging import logger
 
+from titan_muon.distributed.groups import create_groups
 from titan_muon.integration.config import OptimizerConfig
 from titan_muon.integration.fused_weights import fused_splits
 from titan_muon.integration.start_table import start_table
@@ -18,7 +19,7 @@ from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.options import from_saved
 from titan_muon.optim.param_groups import Assignment, Rule, assign, to_groups
 
-__all__ = ["MuonOptimizersContainer"]
+__all__ = ["MuonOptimizersContainer", "assign_all"]
 
 
 class MuonOptimizersContainer(OptimizersContainer):
@@ -39,9 +40,10 @@ class MuonOptimizersContainer(OptimizersContainer):
 
     def __init__(self, config: OptimizerConfig, *, model_parts: list[nn.Module]) -> None:
         config.check()
-        assignments = _assign_all(config, model_parts)
+        assignments = assign_all(config, model_parts)
         _check_whole_model(config, assignments)
         optimizer = Muon(to_groups(assignments))
+        create_groups(optimizer.rank_sets())
         self.optimizers = [optimizer]
         self.model_parts = model_parts
         self._schedulers: LRSchedulersContainer | None = None
@@ -110,7 +112,13 @@ class MuonOptimizersContainer(OptimizersContainer):
         self._is_resumed = True
 
 
-def _assign_all(config: OptimizerConfig, model_parts: Sequence[nn.Module]) -> list[Assignment]:
+def assign_all(config: OptimizerConfig, model_parts: Sequence[nn.Module]) -> list[Assignment]:
+    """Decide on every trainable parameter of this rank.
+
+    Args:
+        config: The optimizer config, checked.
+        model_parts: Pipeline stages of this rank, or the one model. Not modified.
+    """
     rules = [Rule(*spec) for spec in config.group_specs()]
     result: list[Assignment] = []
     for part in model_parts:

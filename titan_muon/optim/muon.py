@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from titan_muon.distributed.layout import is_dtensor, layout_of
 from titan_muon.distributed.matrices import MatrixRule
 from titan_muon.distributed.tensors import local_gradient, local_of
 from titan_muon.optim.algorithms import check_options, get_algorithm
@@ -119,6 +120,17 @@ class Muon(Optimizer):
                     [{k: local_of(v) for k, v in self.state[p].items()} for p in params],
                     group,
                 )
+
+    def rank_sets(self) -> list[tuple[int, ...]]:
+        """Return the sets of ranks that exchange matrices, each ascending; see ``create_groups``.
+
+        Before the first step, ranks that do not all hold parameters of the same meshes (pipeline
+        stages without torchtitan) pass them to
+        :func:`titan_muon.distributed.groups.create_groups`.
+        """
+        params = [p for g in self.param_groups for p in g["params"] if id(p) in self._rules]
+        sets = {tuple(sorted(layout_of(p).ranks)) for p in params if is_dtensor(p)}
+        return sorted(sets)
 
     def _matrix_works(self) -> list[MatrixWork]:
         """Return the plan and exchange of every set of ranks, made once."""
