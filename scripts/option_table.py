@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_muon.optim.algorithms import get_algorithm
-from titan_muon.optim.options import ADAM_OPTIONS, MATRIX_OPTIONS
+from titan_muon.optim.algorithms import Algorithm, algorithm_names, get_algorithm
+from titan_muon.optim.options import Option
 
 README = Path(__file__).parents[1] / "README.md"
-ALGORITHMS = ("muon", "normuon", "adamw", "adam")
 # Fields of the typed config that are no options of an algorithm, with the README's words.
 CONFIG_FIELDS = {
     "name": "algorithm of the hidden matrices, in any letter case",
@@ -28,9 +27,19 @@ CONFIG_FIELDS = {
 }
 
 
+def algorithms() -> list[Algorithm]:
+    """Return the algorithms that come with the package, those of the Muon family first."""
+    found = [get_algorithm(name) for name in algorithm_names()]
+    own = [a for a in found if type(a).__module__.startswith("titan_muon.")]
+    # By their number of options: the plain algorithm before its variants.
+    return sorted(own, key=lambda a: (not a.is_matrix, len(a.options), a.title))
+
+
 def option_table() -> str:
     """Return the table of all options of the algorithms that come with the package."""
-    options = {**MATRIX_OPTIONS, **get_algorithm("normuon").options, **ADAM_OPTIONS}
+    options: dict[str, Option] = {}
+    for algorithm in algorithms():
+        options |= algorithm.options
     rows = [
         (f"`{key}`", owners(key), shown(option.default), option.allowed, option.meaning)
         for key, option in options.items()
@@ -62,8 +71,12 @@ def default(key: str) -> Any:
 
 def owners(key: str) -> str:
     """Return which algorithms know an option."""
-    titles = [get_algorithm(n).title for n in ALGORITHMS if key in get_algorithm(n).options]
-    return "all" if len(titles) == len(ALGORITHMS) else ", ".join(titles)
+    known = [a for a in algorithms() if key in a.options]
+    if len(known) == len(algorithms()):
+        return "all"
+    if known == [a for a in algorithms() if a.is_matrix]:
+        return "Muon family"
+    return ", ".join(a.title for a in known)
 
 
 def shown(value: Any) -> str:
