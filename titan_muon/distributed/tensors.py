@@ -1,5 +1,7 @@
 """Local shards of DTensors, and buffers placed like a parameter."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ __all__ = [
     "local_gradient",
     "local_of",
     "local_slice",
+    "mesh_of",
     "with_local",
     "zeros_by_row",
 ]
@@ -53,6 +56,13 @@ def compute_device(tensor: Tensor) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device(tensor.device_mesh.device_type)
     return local_of(tensor).device
+
+
+def mesh_of(tensor: Tensor) -> Any:
+    """Return the device mesh of a DTensor."""
+    if not is_dtensor(tensor):
+        raise AssertionError("a plain tensor has no mesh")
+    return tensor.device_mesh
 
 
 def local_slice(like: Tensor, whole: Tensor) -> Tensor:

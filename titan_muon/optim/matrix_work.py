@@ -14,7 +14,7 @@ from titan_muon.distributed.layout import is_dtensor
 from titan_muon.distributed.matrices import MatrixRule
 from titan_muon.distributed.plan import make_plan
 from titan_muon.distributed.tables import rank_tables
-from titan_muon.distributed.tensors import compute_device
+from titan_muon.distributed.tensors import compute_device, mesh_of
 from titan_muon.distributed.wire import power_of_two, read_headers, write_headers
 from titan_muon.optim.algorithms.base import get_algorithm
 from titan_muon.optim.batches import Batch, assemble, cut, pack_back, write_own
@@ -82,9 +82,8 @@ class MatrixWork:
             [m.plan_param(number) for m, number in zip(members, numbers, strict=True)],
             max_stage_bytes=max(m.group["max_stage_bytes"] for m in members),
         )
-        process_group = (
-            group_of(ranks, [m.param.device_mesh for m in members]) if distributed else None
-        )
+        meshes = [mesh_of(m.param) for m in members] if distributed else []
+        process_group = group_of(ranks, meshes) if distributed else None
         agree_on_plan(self.plan, process_group, self.device)
         rank = dist.get_rank() if distributed else ranks[0]
         self.tables = rank_tables(self.plan, rank)
