@@ -70,13 +70,14 @@ def plan_costs(plan: Plan) -> PlanCosts:
             sent += there
             sent[owner] += whole.sum() - whole[owner] - there[owner]
     stages = {unit.stage for unit in plan.units if unit.travels}
+    starts = range(min(2, plan.stages))
     return PlanCosts(
         sent,
         matrices,
         torch.tensor(plan.loads, dtype=torch.float64),
         shards,
         work.amax(dim=0),
-        sum(packets[:, start::2].amax(dim=1).sum(dim=0) for start in range(min(2, plan.stages))),
+        torch.stack([packets[:, start::2].amax(dim=1) for start in starts]).sum(dim=(0, 1)),
         2 * len(stages),
     )
 
