@@ -10,7 +10,7 @@ from titan_muon import Muon
 from titan_muon.optim.algorithms import Buffer, MatrixAlgorithm, register_algorithm
 from titan_muon.optim.options import MATRIX_OPTIONS, Option
 
-ALGORITHMS = ("muon", "normuon", "adamw", "adam")
+ALGORITHMS = ("muon", "normuon", "adamuon", "aurora", "adamw", "adam")
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -46,7 +46,7 @@ def _through_dcp(source: MuonOptimizersContainer, target: MuonOptimizersContaine
     target.load_state_dict(flat)
 
 
-@pytest.mark.parametrize("name", ["Muon", "NorMuon", "AdamW", "Adam"])
+@pytest.mark.parametrize("name", ["Muon", "NorMuon", "AdaMuon", "Aurora", "AdamW", "Adam"])
 def test_resumed_equals_uninterrupted(name):
     source = _container(name=name)
     train(source.optimizers[0], 2)
@@ -69,6 +69,16 @@ def test_state_dict_steps_nothing_and_is_flat():
     assert "param_groups.layers.0.wq.weight.ns_dtype" not in keys
     train(container.optimizers[0], 1)
     assert set(container.state_dict()) == keys
+
+
+def test_adamuon_says_that_normuon_kept_rows_only():
+    source, target = _container(name="NorMuon"), _container(name="AdaMuon")
+    train(source.optimizers[0], 1)
+    before = snapshot(target.optimizers[0])
+    shapes = r"'second_moment_buffer' has shape \(6, 1\) in the state dict and \(6, 4\)"
+    with pytest.raises(ValueError, match=shapes):
+        target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert_same(snapshot(target.optimizers[0]), before)
 
 
 def test_config_wins_at_the_position_of_the_schedule(caplog):

@@ -30,7 +30,9 @@ FUSED = {"fused": True, "foreach": False}
 def test_every_option_has_a_field_and_every_field_an_option():
     # torchtitan's implementation stands for fused and foreach.
     wanted = {
-        key for name in ("muon", "normuon", "adamw", "adam") for key in get_algorithm(name).options
+        key
+        for name in ("muon", "normuon", "adamuon", "aurora", "adamw", "adam")
+        for key in get_algorithm(name).options
     } - {"fused", "foreach"}
     other = {f.name for f in dataclasses.fields(OptimizersContainer.Config)}
     other |= {"name", "split_fused", "adamw", "imports", "options"}

@@ -146,7 +146,7 @@ def test_unknown_option_lists_all_options():
     ("typed", "message"),
     [
         ("muno", "unknown algorithm 'muno', did you mean 'muon'"),
-        ("qqqq", r"unknown algorithm 'qqqq'\. Known: Muon, NorMuon, AdamW, Adam"),
+        ("qqqq", r"unknown algorithm 'qqqq'\. Known: Muon, NorMuon, AdaMuon, Aurora, AdamW, Adam"),
         (3, "unknown algorithm 3"),
     ],
 )

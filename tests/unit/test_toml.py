@@ -115,7 +115,7 @@ WRONG = {
         "[optimizer] name",
         "'Muom'",
         "'muon'",
-        "Muon, NorMuon, AdamW, Adam",
+        "Muon, NorMuon, AdaMuon, Aurora, AdamW, Adam",
     ),
     "optimizer name of another type": (table("optimizer", "name = 3"), "name = 3", "a string"),
     "optimizer is a string": ('optimizer = "Muon"', "[optimizer]", "a table"),
@@ -437,12 +437,14 @@ def test_flavor_by_config_function(tmp_path):
     assert type(config.loss).__qualname__ == "CrossEntropyLoss.Config"
 
 
-@pytest.mark.parametrize("name", ["muon", "MUON", "NorMuon", "normuon", "adamW", "ADAM"])
+@pytest.mark.parametrize(
+    "name", ["muon", "MUON", "NorMuon", "normuon", "AdaMuon", "ADAMUON", "AuRORA", "adamW", "ADAM"]
+)
 def test_names_in_any_letter_case_choose_their_recipe(tmp_path, name):
     config, _ = load(tmp_path, table("optimizer", f"name = '{name}'"))
     assert isinstance(config.optimizer, OptimizerConfig)
     assert config.optimizer.name.lower() == name.lower()
-    muon_family = "muon" in name.lower()
+    muon_family = name.lower() not in ("adamw", "adam")
     assert config.optimizer.adjust_lr_fn == ("match_rms_adamw" if muon_family else None)
     assert config.optimizer.lr == 3e-4
 
@@ -512,7 +514,7 @@ def test_mistakes_in_a_recipe_name_the_recipe(tmp_path, recipe, parts):
 
 
 def test_every_recipe_loads():
-    assert recipe_names() == ["adam", "adamw", "muon", "normuon"]
+    assert recipe_names() == ["adam", "adamuon", "adamw", "aurora", "muon", "normuon"]
     for recipe in recipe_names():
         request = OptimizerRequest(recipe=recipe)
         config = build_optimizer(request, None, Place("x.toml", "optimizer"))

@@ -57,7 +57,7 @@ class AdamWConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig(OptimizersContainer.Config):
-    """Muon, NorMuon, AdamW, Adam or a registered algorithm; None means the algorithm's default."""
+    """An algorithm by name and its options; None means the algorithm's default."""
 
     param_groups: Annotated[list[ParamGroupConfig], tyro.conf.Suppress] = field(
         default_factory=list
@@ -70,7 +70,8 @@ class OptimizerConfig(OptimizersContainer.Config):
     """torchtitan's own; must stay empty here"""
 
     name: str = "Muon"
-    """Algorithm of the hidden matrices: Muon, NorMuon, AdamW, Adam or a registered one"""
+    """Algorithm of the hidden matrices: Muon, NorMuon, AdaMuon, Aurora, AdamW, Adam or a registered
+    one"""
 
     lr: float | None = None
     """Learning rate"""
@@ -101,7 +102,13 @@ class OptimizerConfig(OptimizersContainer.Config):
     group), spectral_unclamped, match_param_rms or none"""
 
     beta2: float | None = None
-    """NorMuon: EMA factor of the row statistics"""
+    """NorMuon, AdaMuon: EMA factor of the update's second moment"""
+
+    pp_iterations: int | None = None
+    """Aurora: orthogonalizations by which a tall matrix is balanced"""
+
+    pp_beta: float | None = None
+    """Aurora: exponent of each balancing of rows, in (0, 1]"""
 
     flatten: bool | None = None
     """Take a tensor as one matrix (dim 0, all others): convolutions"""

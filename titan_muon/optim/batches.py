@@ -49,7 +49,8 @@ def cut(
     """Fill a batch from this rank's own shards."""
     ops, device = kind.ops, shards.sent.device
     dtype = kind.state_dtype
-    if ops.FUSES_NORM:
+    normalized = ops.FUSES_NORM and not kind.algorithm.reads_directions
+    if normalized:
         dtype = stack_dtype(kind.group, device, dtype)
     stack = torch.empty(_shape(units), dtype=dtype, device=device)
     ops.emit(
@@ -57,7 +58,7 @@ def cut(
         shards.gradients.momenta,
         stack.view(-1),
         tables.inward[0],
-        shards.inverse_norms * start_of(stack, kind.group) if ops.FUSES_NORM else None,
+        shards.inverse_norms * start_of(stack, kind.group) if normalized else None,
         **kind.momentum_options(),
     )
     buffers = {}
@@ -66,7 +67,7 @@ def cut(
         ops.copy_to_flat(kind.states[channel], value.view(-1), tables.inward[channel])
         buffers[spec.name] = value
     squares = shards.squares[index.own_pieces]
-    return Batch(tables, index, kind, stack, ops.FUSES_NORM, buffers, squares, None)
+    return Batch(tables, index, kind, stack, normalized, buffers, squares, None)
 
 
 def assemble(

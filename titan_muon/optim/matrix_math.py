@@ -38,7 +38,7 @@ def batch_update(
         stack: (B, M, N) directions. Overwritten if ``normalized``.
         buffers: State buffers by name, (B, M, N) or (B, M, 1); modified in place.
         square_sums: (B,), sums of squares of the weights; read for ``match_param_rms`` only.
-        algorithm: What happens to the orthogonalized update.
+        algorithm: What is orthogonalized, and what happens to the update.
         group: The param group.
         normalized: Whether the directions have the norm at which the iteration starts.
 
@@ -49,10 +49,14 @@ def batch_update(
     rows, columns = stack.shape[-2:]
     schedule = resolve_schedule(group["ns_method"], group["ns_steps"])
     dtype = stack_dtype(group, stack.device, stack.dtype)
-    if normalized:
-        update = orthogonalize_normalized(stack, schedule, batch_size=group["batch_size"])
-    else:
-        update = orthogonalize_batch(stack, schedule, dtype=dtype, batch_size=group["batch_size"])
+    batch_size = group["batch_size"]
+
+    def polar(x: Tensor) -> Tensor:
+        if normalized:
+            return orthogonalize_normalized(x, schedule, batch_size=batch_size)
+        return orthogonalize_batch(x, schedule, dtype=dtype, batch_size=batch_size)
+
+    update = algorithm.orthogonalize(stack, polar, group)
     update = algorithm.update(update, buffers, group)
     factor = lr_factor(group["adjust_lr_fn"], rows, columns)
     if square_sums is not None and group["adjust_lr_fn"] == "match_param_rms":
@@ -84,6 +88,7 @@ def start_of(stack: Tensor, group: Mapping[str, Any]) -> float:
 def matrix_cost(
     rows: int,
     columns: int,
+    algorithm: MatrixAlgorithm,
     group: Mapping[str, Any],
     device: torch.device,
     state_dtype: torch.dtype,
@@ -94,5 +99,9 @@ def matrix_cost(
     ops = select_operations(min(rows, columns), dtype, device)
     evaluation, _ = choose_evaluation(rows, columns, dtype, schedule, ops)
     flops = cost(rows, columns, schedule, evaluation, ops.half_cost)
-    stack = rows * columns * dtype.itemsize
+    flops *= algorithm.orthogonalizations(rows, columns, group)
+    # Beside the stack: buffers of its shape; directions that are kept, and one tensor made of them.
+    copies = sum(not b.by_row for b in algorithm.buffers) + 2 * algorithm.reads_directions
+    wide = torch.promote_types(state_dtype, torch.float32)
+    stack = rows * columns * (dtype.itemsize + copies * wide.itemsize)
     return flops, stack + work_bytes(rows, columns, dtype, evaluation)

@@ -56,7 +56,8 @@ class Member:
         """Return what the planner knows of the parameter."""
         sizes = [sum(r.count for r in ranges) for ranges in block_rows(self.rule)]
         device, dtype = compute_device(self.param), self.state[MOMENTUM].dtype
-        costs = [matrix_cost(n, self.rule.stack[2], self.group, device, dtype) for n in sizes]
+        columns, algorithm = self.rule.stack[2], self.algorithm
+        costs = [matrix_cost(n, columns, algorithm, self.group, device, dtype) for n in sizes]
         flops, memory = zip(*costs, strict=True)
         return PlanParam(self.name, self.layout, self.rule, kind, self.channels, flops, memory)
 

@@ -13,6 +13,8 @@ __all__ = [
     "BETA2",
     "COMMON_OPTIONS",
     "MATRIX_OPTIONS",
+    "PP_BETA",
+    "PP_ITERATIONS",
     "Option",
     "check_values",
     "from_saved",
@@ -251,4 +253,15 @@ ADAM_OPTIONS: dict[str, Option] = {
     ),
 }
 
-BETA2 = Option(0.95, "a number in [0, 1)", _number(0.0, 1.0), "EMA factor of the row statistics")
+BETA2 = Option(
+    0.95, "a number in [0, 1)", _number(0.0, 1.0), "EMA factor of the update's second moment"
+)
+PP_ITERATIONS = Option(
+    2, "an integer >= 1", _positive_int, "orthogonalizations by which a tall matrix is balanced"
+)
+PP_BETA = Option(
+    0.5,
+    "a number in (0, 1]",
+    lambda v: v > 0 and _number(0.0, 1.0, closed=True)(v),
+    "exponent of each balancing of rows; lower is more cautious",
+)

@@ -1,11 +1,14 @@
 """Update rules by name: math only, on plain tensors."""
 
+from titan_muon.optim.algorithms.adamuon import AdaMuonAlgorithm
 from titan_muon.optim.algorithms.adamw import AdamAlgorithm, AdamWAlgorithm
+from titan_muon.optim.algorithms.aurora import AuroraAlgorithm
 from titan_muon.optim.algorithms.base import (
     Algorithm,
     Buffer,
     ElementwiseAlgorithm,
     MatrixAlgorithm,
+    Polar,
     algorithm_names,
     all_option_names,
     check_options,
@@ -20,6 +23,7 @@ __all__ = [
     "Buffer",
     "ElementwiseAlgorithm",
     "MatrixAlgorithm",
+    "Polar",
     "algorithm_names",
     "all_option_names",
     "check_options",
@@ -27,5 +31,12 @@ __all__ = [
     "register_algorithm",
 ]
 
-for _algorithm in (MuonAlgorithm, NorMuonAlgorithm, AdamWAlgorithm, AdamAlgorithm):
+for _algorithm in (
+    MuonAlgorithm,
+    NorMuonAlgorithm,
+    AdaMuonAlgorithm,
+    AuroraAlgorithm,
+    AdamWAlgorithm,
+    AdamAlgorithm,
+):
     register_algorithm(_algorithm())

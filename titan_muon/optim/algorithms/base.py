@@ -1,7 +1,7 @@
 """What an algorithm is, and the registry of algorithms by name."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -14,12 +14,15 @@ __all__ = [
     "Buffer",
     "ElementwiseAlgorithm",
     "MatrixAlgorithm",
+    "Polar",
     "algorithm_names",
     "all_option_names",
     "check_options",
     "get_algorithm",
     "register_algorithm",
 ]
+
+Polar = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,32 @@ class MatrixAlgorithm(Algorithm):
     """An algorithm of the Muon family: a rule for the orthogonalized update of a whole matrix.
 
     The optimizer keeps ``momentum_buffer``, orthogonalizes, scales and writes; a subclass states
-    what else it remembers (``buffers``) and what it does to the orthogonalized update.
+    what else it remembers (``buffers``), what it does to the orthogonalized update, and, if it
+    overrides ``orthogonalize``, what is orthogonalized.
     """
 
     options = MATRIX_OPTIONS
     buffers: ClassVar[tuple[Buffer, ...]] = ()
+
+    @property
+    def reads_directions(self) -> bool:
+        """Whether ``orthogonalize`` is overridden: directions then keep the dtype of the state."""
+        return type(self).orthogonalize is not MatrixAlgorithm.orthogonalize
+
+    def orthogonalize(self, directions: Tensor, polar: Polar, options: Mapping[str, Any]) -> Tensor:
+        """Return the orthogonalized directions.
+
+        Args:
+            directions: (B, M, N), whole matrices, each times some positive factor. May be modified.
+            polar: Orthogonalizes (B, M, N) of any float dtype and any size as the group's
+                ``ns_method``, ``ns_steps`` and ``ns_dtype`` say, into a new tensor.
+            options: The param group.
+        """
+        return polar(directions)
+
+    def orthogonalizations(self, rows: int, columns: int, options: Mapping[str, Any]) -> int:
+        """Return how often ``orthogonalize`` calls ``polar``, by which work is shared out."""
+        return 1
 
     def update(
         self, update: Tensor, buffers: Mapping[str, Tensor], options: Mapping[str, Any]
