@@ -71,6 +71,28 @@ def test_state_dict_steps_nothing_and_is_flat():
     assert set(container.state_dict()) == keys
 
 
+@pytest.mark.parametrize("name", ["AdaMuon", "Aurora"])
+def test_variants_step_a_torchtitan_model(name):
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    model = llama3_debugmodel().model_spec.model.build()
+    torch.manual_seed(0)
+    model.init_states()
+    start = {key: p.detach().clone() for key, p in model.named_parameters()}
+    container = _container(model, name=name, adjust_lr_fn="match_rms_adamw", weight_decay=0.0)
+    train(container.optimizers[0], 1)
+    matrices = 0
+    for group in container.optimizers[0].param_groups:
+        for key, p in zip(group["param_names"], group["params"], strict=True):
+            assert p.isfinite().all()
+            if group["algorithm"] == name.lower():
+                matrices += 1
+                rms = (p.detach() - start[key]).square().mean().sqrt().item()
+                # lr 0.1 of RMS 0.2; singular values of a polar factor lie within [0.86, 1.14].
+                assert rms == pytest.approx(0.02, rel=0.15), key
+    assert matrices == 30
+
+
 def test_adamuon_says_that_normuon_kept_rows_only():
     source, target = _container(name="NorMuon"), _container(name="AdaMuon")
     train(source.optimizers[0], 1)
