@@ -30,7 +30,7 @@ class AdaMuonAlgorithm(MatrixAlgorithm):
     Nesterov step: ``nesterov=False``.
 
     Source: AdaMuon, https://arxiv.org/abs/2507.11005, third version, with the sign that the first
-    did not have; beta2 is the paper's, equal to the momentum.
+    did not have.
     """
 
     name = "adamuon"
