@@ -265,4 +265,3 @@ class TestWire(ThreadRanks):
                     got = param.detach().full_tensor()
                     error = ((got - want.detach()).norm() / want.detach().norm()).item()
                     assert error <= bounds[kind], f"{wire} {kind} {scale}: {error:.1e}"
-                    print(f"WIRE {wire} {kind} {scale}: {error:.2e}")

@@ -119,11 +119,17 @@ class _Ranks:
 
 @lru_cache(maxsize=4096)
 def _sizes(layout: Layout, rule: MatrixRule, unit: int, dtype: str, ranks: _Ranks) -> Tensor:
-    found = []
-    for rank in ranks.ranks:
+    sizes = torch.zeros(len(ranks.ranks), dtype=torch.int64)
+    position = _positions(ranks)
+    for rank in geometry(layout, rule).homes[unit]:
         pieces = segments(layout, rule, coordinate_of(layout, rank), unit)
-        found.append(parcel_bytes(dtype, pieces) if pieces else 0)
-    return torch.tensor(found, dtype=torch.int64)
+        sizes[position[rank]] = parcel_bytes(dtype, pieces) if pieces else 0
+    return sizes
+
+
+@lru_cache(maxsize=64)
+def _positions(ranks: _Ranks) -> dict[int, int]:
+    return {rank: position for position, rank in enumerate(ranks.ranks)}
 
 
 def _in_replica(layout: Layout, owner: int, ranks: tuple[int, ...]) -> Tensor:

@@ -71,8 +71,9 @@ def _positions(ranks: tuple[int, ...]) -> dict[int, int]:
 def geometry(layout: Layout, rule: MatrixRule) -> Geometry:
     """Find the homes of every matrix of a parameter.
 
-    A matrix that some rank holds whole stays there (or on a replica of it); any other one may go to
-    every rank along the matrix and replica axes, also to those whose shard is empty.
+    A matrix that some rank holds whole stays there (or on a replica of it), unless an axis cuts
+    columns; any other one may go to every rank along the matrix and replica axes, also to those
+    whose shard is empty.
     """
     lead_dims = _lead_dims(rule)
     lead_axes = _axes(layout, lambda dim: dim < lead_dims)
@@ -209,6 +210,11 @@ def _block_homes(layout: Layout, rule: MatrixRule, axes: list[int]) -> list[tupl
     blocks = _blocks(rule)
     homes: list[tuple[int, ...] | None] = [None] * len(blocks)
     sizes = [sum(r.count for r in ranges) for ranges in blocks]
+    # Where columns are cut, every rank along that axis has the buffers by row, even one that holds
+    # no column: they must come back to it.
+    row_dim = _lead_dims(rule)
+    if any((layout.cuts[a].dim or 0) > row_dim and layout.mesh_shape[a] > 1 for a in axes):
+        return homes
     # The first coordinate holds the most.
     _, rows, columns = _folded_region(layout, rule, (0,) * len(layout.cuts))
     if _length(columns) != rule.stack[2] or _length(rows) < min(sizes):
