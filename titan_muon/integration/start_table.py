@@ -12,7 +12,7 @@ from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.param_groups import HIDDEN, Assignment
 
-__all__ = ["start_table"]
+__all__ = ["elementwise_matrices", "start_table"]
 
 _WIDTH = 110
 
@@ -43,13 +43,13 @@ def start_table(optimizer: Muon, assignments: Sequence[Assignment], ignored: Seq
     buffer = io.StringIO()
     Console(file=buffer, width=_WIDTH, force_terminal=False).print(table)
     lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
-    lines += _elementwise_matrices(assignments)
+    lines += elementwise_matrices(assignments)
     if ignored:
         lines.append(f"not used by any group: {', '.join(ignored)}")
     return "\n".join(lines)
 
 
-def _elementwise_matrices(assignments: Sequence[Assignment]) -> list[str]:
+def elementwise_matrices(assignments: Sequence[Assignment]) -> list[str]:
     """Return one line for each kind of parameter; layers that differ in their number share it."""
     counts: Counter[tuple[str, ...]] = Counter()
     for item in assignments:
