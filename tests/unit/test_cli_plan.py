@@ -1,10 +1,12 @@
 """titan-muon plan and options: figures against other ways to them, mistakes, and speed."""
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -206,6 +208,10 @@ def test_warnings(tmp_path):
     # 6 layers of q, k, v, o: 24 matrices on 64 ranks.
     assert "40 of 64 ranks compute no matrix, of 24 in all" in text
     assert re.search(r"balance 0\.\d\d: the busiest rank", text)
+    assert not any("max_stage_bytes" in warning for warning in found.warnings)
+    tight = report("--job.config_file", str(file), "--optimizer.max_stage_bytes", "100000")
+    # (256, 256) as the iteration has it: the stack, an iterate and two squares, all float16.
+    assert any("max_stage_bytes" in warning for warning in tight.warnings)
     assert any("beta2" in note for note in found.notes)
     assert any("tok_embeddings.weight" in note for note in found.notes)
     adamw = report("--job.config_file", str(file), "--optimizer.name", "AdamW")
@@ -233,7 +239,7 @@ def test_text_and_json(capsys):
 
 
 WRONG = {
-    "command": (["paln"], "'paln' is not a command, did you mean 'plan'?"),
+    "command": (["plam"], "'plam' is not a command, did you mean 'plan'?"),
     "no file": (["plan", "--json"], "name a train config"),
     "missing file": (["plan", "nowhere.toml"], "nowhere.toml"),
     "own optimizer": (["plan", *LLAMA[:4]], "--optimizer.name Muon"),
@@ -272,6 +278,13 @@ def test_options(capsys):
     assert re.search(r"^eps +Adam, AdamW +1e-08 ", alone, re.MULTILINE)
     data = json.loads(printed(capsys, "options", "--json", "Muon"))
     assert data["algorithms"]["muon"]["options"]["momentum"]["default"] == 0.95
+
+
+def test_console_script():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, function = project["scripts"]["titan-muon"].split(":")
+    assert getattr(importlib.import_module(module), function) is main.main
+    assert any(need.startswith("rich") for need in project["dependencies"])
 
 
 def test_options_and_help_need_no_torchtitan():

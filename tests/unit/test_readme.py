@@ -1,7 +1,9 @@
 """The README against the code: snippets run, commands parse, tables are those of the code."""
 
+import contextlib
 import dataclasses
 import importlib.util
+import io
 import os
 import re
 import shlex
@@ -36,8 +38,9 @@ def commands() -> Iterator[str]:
     """Yield every command line of the README, those inside sentences too."""
     for block in blocks("bash"):
         yield from (line for line in block.splitlines() if line and not line.startswith("#"))
-    starts = ("scripts/", "python ", "torchrun ", "pip ", "bash ", "source ")
-    yield from (code for code in CODE if code.startswith(starts) and not code.endswith(".py"))
+    starts = ("scripts/", "python ", "torchrun ", "titan-muon ", "pip ", "bash ", "source ")
+    commands = (code for code in CODE if code.startswith(starts) and not code.endswith(".py"))
+    yield from (code for code in commands if code != "titan-muon plan")
 
 
 COMMANDS = list(commands())
@@ -123,6 +126,8 @@ def test_commands_exist(command, monkeypatch):
         extras = re.findall(r"\.\[(\w+)\]", arguments[-1])
         known = tomllib.loads(Path("pyproject.toml").read_text())["project"]
         assert set(extras) <= set(known["optional-dependencies"])
+    elif program == "titan-muon":
+        check_cli(arguments)
     elif program == "bash":
         assert Path(arguments[0]).is_file()
     elif program == "source":
@@ -158,6 +163,17 @@ def check_python(arguments: list[str]) -> None:
     source = Path(script).read_text() + Path("scripts/bench_step.py").read_text()
     for flag in flags:
         assert f'"{flag}"' in source, flag
+
+
+def check_cli(arguments: list[str]) -> None:
+    pytest.importorskip("torchtitan")
+    from titan_muon.cli.main import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        main(arguments)
+    if arguments[0] == "plan" and "llama3_70b" in arguments:
+        (shown,) = (text for text in blocks("text") if text.startswith("llama3 70B"))
+        assert said.getvalue() == shown
 
 
 def check_torchrun(arguments: list[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from titan_muon.cli.report import SetReport
 from titan_muon.integration.start_table import elementwise_matrices
 from titan_muon.optim.algorithms import get_algorithm
+from titan_muon.optim.options import MATRIX_OPTIONS
 from titan_muon.optim.param_groups import HIDDEN, Assignment
 
 __all__ = ["find_notes", "find_warnings"]
@@ -29,6 +30,7 @@ def find_warnings(
         *_dead_patterns(config, assignments),
         *_stray_matrices(config, assignments),
         *(text for found in sets for text in _of_set(found)),
+        *_over_budget(assignments, sets),
     ]
 
 
@@ -77,6 +79,20 @@ def _stray_matrices(config: Any, assignments: Sequence[Assignment]) -> list[str]
             'that take all matrices, or use name = "AdamW".'
         )
     return warnings
+
+
+def _over_budget(assignments: Sequence[Assignment], sets: Sequence[SetReport]) -> list[str]:
+    """Say where a single matrix needs more work memory than a stage should take."""
+    matrix = [a for a in assignments if get_algorithm(a.algorithm).is_matrix]
+    default = MATRIX_OPTIONS["max_stage_bytes"].default
+    limit = max((a.options.get("max_stage_bytes", default) for a in matrix), default=default)
+    most = max((found.work_bytes for found in sets), default=0)
+    if most <= limit:
+        return []
+    return [
+        f"the work memory of one matrix, {most / 2**20:,.0f} MiB, exceeds max_stage_bytes, "
+        f"{limit / 2**20:,.0f} MiB; it gets a stage of its own."
+    ]
 
 
 def _of_set(found: SetReport) -> list[str]:

@@ -7,7 +7,7 @@ from titan_muon.cli.text import table
 
 __all__ = ["as_text"]
 
-_LEFT = ("algorithm", "layout", "parameter", "sizes")
+_LEFT = ("algorithm", "layout", "options", "parameter", "sizes")
 
 
 def as_text(report: Report) -> str:
@@ -42,11 +42,12 @@ def _groups(groups: Sequence[GroupReport]) -> str:
         "parameters",
         "matrices",
         "owners",
-        "a rank",
+        "per rank",
         "sent/rank",
         "FLOP",
         "most/rank",
         "state/rank",
+        "options",
     )
     rows = [
         (
@@ -66,6 +67,7 @@ def _groups(groups: Sequence[GroupReport]) -> str:
                 else ("-",) * 6
             ),
             _bytes(group.state_bytes),
+            ", ".join(key for key in ("split", "flatten") if group.options.get(key)) or "-",
         )
         for group in groups
     ]
