@@ -176,8 +176,9 @@ def check(case) -> None:
                 param.grad = like(param, grad)
         reference.step()
         step_all(works)
-    # Bit for bit, but for the sums of match_param_rms, which add shard by shard.
-    tolerance = 0.0 if case[3]["adjust_lr_fn"] == "original" else 1e-5
+    # Bit for bit, but for the sums of match_param_rms, which add shard by shard: then a weight may
+    # be off by its last bit, which is up to 1e-4 of a movement.
+    tolerance = 0.0 if case[3]["adjust_lr_fn"] == "original" else 2e-4
     for optimizer in optimizers:
         for param, want, start in zip(
             _params(optimizer), _params(reference), _draws(case, 0), strict=True
