@@ -94,6 +94,10 @@ def test_figures_are_those_of_the_packets(args, world_size):
     times = found.milliseconds
     assert times.orthogonalize == pytest.approx(1e3 * max(flops) / 550e12)
     assert times.exchange == pytest.approx(1e3 * max(sent) / 300e9)
+    # Of an exchange under arithmetic, what the first stage sends and the last returns is seen.
+    exposed = times.exchange / (totals.collectives // 2)
+    hidden = max(times.orthogonalize, times.exchange - exposed)
+    assert times.total == pytest.approx(exposed + hidden + times.elementwise)
 
 
 def test_state_is_what_a_rank_allocates():

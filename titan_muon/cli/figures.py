@@ -82,7 +82,7 @@ class Figures:
         costs = [self._add_set(found, stage) for found in sets]
         for found in sets:
             self._add_parts(found)
-        self._add_times(optimizer, sets, costs, stage)
+        self._add_times(optimizer, costs, stage)
 
     def group_reports(self) -> list[GroupReport]:
         """Return the groups in the order of the model."""
@@ -195,9 +195,7 @@ class Figures:
                 at = position[member.name]
                 self.parameters[at] = replace(self.parameters[at], **_figures_of(part))
 
-    def _add_times(
-        self, optimizer: Muon, sets: Sequence[RankSet], costs: Sequence[PlanCosts], stage: Stage
-    ) -> None:
+    def _add_times(self, optimizer: Muon, costs: Sequence[PlanCosts], stage: Stage) -> None:
         weights = [torch.zeros(len(stage.ranks), dtype=torch.float64) for _ in range(2)]
         for group in optimizer.param_groups:
             total = weights[0 if get_algorithm(group["algorithm"]).is_matrix else 1]
@@ -205,8 +203,9 @@ class Figures:
                 total += elements_by_rank(param, stage.ranks)
         seconds = float(elementwise_bytes(*weights).max()) / (self.rates.memory_gbs * 1e9)
         parts = [
-            set_seconds(cost.loads, cost.bytes_sent, found.plan.stages, self.rates)
-            for found, cost in zip(sets, costs, strict=True)
+            # Two all-to-alls for each stage in which anything travels.
+            set_seconds(cost.loads, cost.bytes_sent, cost.collectives // 2, self.rates)
+            for cost in costs
         ]
         compute, exchange, both = (sum(part[i] for part in parts) for i in range(3))
         times = Times(*(1e3 * s for s in (compute, exchange, seconds, both + seconds)))

@@ -107,7 +107,7 @@ def _of_set(found: SetReport) -> list[str]:
         )
         warnings.append(
             f"{where}balance {found.balance:.2f}: the busiest rank computes "
-            f"{1 / found.balance:.1f} times the mean; {best}."
+            f"{1 / found.balance:.2f} times the mean; {best}."
         )
     if found.idle:
         warnings.append(

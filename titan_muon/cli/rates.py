@@ -61,7 +61,7 @@ def set_seconds(
     Args:
         loads: FLOPs of each rank.
         bytes_sent: By each rank.
-        stages: Of the plan.
+        stages: Those in which anything travels.
         rates: Assumed.
     """
     compute = float(loads.max()) / (rates.tflops * 1e12)
