@@ -47,7 +47,7 @@ def connect(works: list[MatrixWork]) -> None:
             route = tables.there if direction == "there" else tables.back
             box = boxes.setdefault((stage, direction), {})
             box[position] = (
-                work.exchange.outbox(stage, tables, direction).clone(),
+                work.exchange.outbox(tables, direction).clone(),
                 route.send_bytes,
             )
             traffic = work.exchange.traffic

@@ -234,8 +234,9 @@ class TestSchedule(ThreadRanks):
         stages = work.plan.stages
         assert stages == 4
         for stage in range(stages - 1):
-            # Under way before this stage's packets are waited for, let alone computed.
-            assert when["there", stage + 1] < when["arrive", stage] < when["compute", stage]
+            # Under way before this stage is computed, and no earlier than its buffers are free.
+            assert when["arrive", stage] < when["there", stage + 1] < when["compute", stage]
             # Updates of a stage travel back under the arithmetic of the next.
             assert when["back", stage] < when["compute", stage + 1] < when["land", stage]
+            assert when["land", stage] < when["back", stage + 1]
         assert when["land", stages - 1] > when["back", stages - 1]

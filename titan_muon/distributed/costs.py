@@ -27,7 +27,7 @@ class PlanCosts:
         loads: In the unit of the plan's costs.
         shard_bytes: This rank's shards of all matrices in the wire dtype.
         work_bytes: Work memory of the fullest stage.
-        buffer_bytes: Persistent packet buffers, both ways, of the two stages under way.
+        buffer_bytes: Persistent packet buffers, both ways, of the largest stages.
         collectives: All-to-alls; the same on all ranks.
     """
 
@@ -70,14 +70,13 @@ def plan_costs(plan: Plan) -> PlanCosts:
             sent += there
             sent[owner] += whole.sum() - whole[owner] - there[owner]
     stages = {unit.stage for unit in plan.units if unit.travels}
-    starts = range(min(2, plan.stages))
     return PlanCosts(
         sent,
         matrices,
         torch.tensor(plan.loads, dtype=torch.float64),
         shards,
         work.amax(dim=0),
-        torch.stack([packets[:, start::2].amax(dim=1) for start in starts]).sum(dim=(0, 1)),
+        packets.amax(dim=1).sum(dim=0),
         2 * len(stages),
     )
 

@@ -65,16 +65,16 @@ class Exchange:
     ) -> None:
         self._group, self._device = group, device
         self._own = plan.ranks.index(rank)
-        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self.traffic = Traffic()
         self.travels = [False] * plan.stages
         for unit in plan.units:
             self.travels[unit.stage] |= unit.travels
 
-    def outbox(self, stage: int, tables: StageTables, direction: Direction) -> Tensor:
+    def outbox(self, tables: StageTables, direction: Direction) -> Tensor:
         """Return the buffer that holds what this rank sends, to be filled before :meth:`start`."""
         route = tables.there if direction == "there" else tables.back
-        return self._buffer(f"send {direction}", stage, sum(route.send_bytes))
+        return self._buffer(f"send {direction}", sum(route.send_bytes))
 
     def start(self, stage: int, tables: StageTables, direction: Direction) -> Message:
         """Send the outbox.
@@ -82,10 +82,10 @@ class Exchange:
         Collective: all ranks of the plan, in the same order of stages and directions.
         """
         route = tables.there if direction == "there" else tables.back
-        packets = self._buffer(f"receive {direction}", stage, sum(route.receive_bytes))
+        packets = self._buffer(f"receive {direction}", sum(route.receive_bytes))
         work = dist.all_to_all_single(
             packets,
-            self.outbox(stage, tables, direction),
+            self.outbox(tables, direction),
             list(route.receive_bytes),
             list(route.send_bytes),
             group=self._group,
@@ -95,9 +95,8 @@ class Exchange:
         self.traffic.bytes_sent += sum(route.send_bytes) - route.send_bytes[self._own]
         return Message(stage, packets, work)
 
-    def _buffer(self, name: str, stage: int, size: int) -> Tensor:
-        """Return a persistent byte buffer; stages alternate between two of each name."""
-        key = (name, stage % 2)
-        if key not in self._buffers or self._buffers[key].numel() < size:
-            self._buffers[key] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._buffers[key][:size]
+    def _buffer(self, name: str, size: int) -> Tensor:
+        """Return a persistent byte buffer; a stage is through with it before the next fills it."""
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._buffers[name][:size]

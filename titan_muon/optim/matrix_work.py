@@ -111,7 +111,7 @@ class MatrixWork:
         if not self.exchange.travels[stage]:
             return None
         tables, index, shards = self.tables.stages[stage], self._indices[stage], self.shards
-        packets = self.exchange.outbox(stage, tables, "there")
+        packets = self.exchange.outbox(tables, "there")
         for (number, channel), table in tables.send.items():
             kind = self._kinds[number]
             flat = packets.view(kind.dtype(channel))
@@ -171,7 +171,7 @@ class MatrixWork:
         if not self.exchange.travels[stage]:
             return None
         tables = self.tables.stages[stage]
-        packets = self.exchange.outbox(stage, tables, "back")
+        packets = self.exchange.outbox(tables, "back")
         for batch in batches:
             if batch.tables.travels:
                 pack_back(batch, packets, self._indices[stage].returned)

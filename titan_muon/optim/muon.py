@@ -91,12 +91,12 @@ class Muon(Optimizer):
             arriving = arriving if work is works[0] else work.send(0)
             returning = None
             for stage in work.stages:
-                following = work.send(stage + 1) if stage + 1 in work.stages else None
                 batches = work.receive(stage, arriving)
+                # Both directions travel under the arithmetic, each through one pair of buffers.
+                arriving = work.send(stage + 1) if stage + 1 in work.stages else None
                 work.compute(batches)
-                returned = work.send_back(stage, batches)
                 work.land(returning)
-                arriving, returning = following, returned
+                returning = work.send_back(stage, batches)
             work.land(returning)
             work.finish()
         return loss
