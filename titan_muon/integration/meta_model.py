@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ __all__ = ["fake_ranks", "meta_model", "plan_model"]
 
 
 @contextmanager
-def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+def fake_ranks(world_size: int, rank: int = 0) -> Generator[None]:
     """Pretend to be one rank of many: collectives return at once and move nothing.
 
     Args:
