@@ -1,7 +1,7 @@
 """Muon for a whole model: one optimizer, one step, an algorithm for each param group."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ from titan_muon.optim.algorithms import check_options, get_algorithm
 from titan_muon.optim.algorithms.base import ElementwiseAlgorithm
 from titan_muon.optim.groups import complete_group, group_names, matrix_rules
 from titan_muon.optim.loading import apply_load, prepare_load
-from titan_muon.optim.matrix_work import MatrixWork, matrix_works
 from titan_muon.optim.state import create_state, saved_groups
+
+if TYPE_CHECKING:
+    from titan_muon.optim.matrix_work import MatrixWork
 
 __all__ = ["Muon", "NorMuon"]
 
@@ -132,9 +134,12 @@ class Muon(Optimizer):
         sets = {tuple(sorted(layout_of(p).ranks)) for p in params if is_dtensor(p)}
         return sorted(sets)
 
-    def _matrix_works(self) -> list[MatrixWork]:
+    def _matrix_works(self) -> "list[MatrixWork]":
         """Return the plan and exchange of every set of ranks, made once."""
         if self._works is None:
+            # Planner and exchange are a third of the package's import time.
+            from titan_muon.optim.matrix_work import matrix_works
+
             self._works = matrix_works(self.param_groups, self.state, self._rules)
         return self._works
 
