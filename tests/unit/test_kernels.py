@@ -102,7 +102,7 @@ def test_reference_is_the_definition():
     ],
 )
 def test_every_refusal_says_why(monkeypatch, rows, dtype, device, missing, message):
-    dispatch._missing.cache_clear()
+    dispatch.device_fault.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     capability = (7, 5) if missing == "capability" else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -111,7 +111,7 @@ def test_every_refusal_says_why(monkeypatch, rows, dtype, device, missing, messa
     if missing == "hip":
         monkeypatch.setattr(torch.version, "hip", "6.4")
     ops = select_operations(rows, dtype, device)
-    dispatch._missing.cache_clear()
+    dispatch.device_fault.cache_clear()
     assert ops.name == "reference"
     assert not ops.half_cost
     with pytest.raises(AssertionError, match=message):
@@ -119,12 +119,12 @@ def test_every_refusal_says_why(monkeypatch, rows, dtype, device, missing, messa
 
 
 def test_a_modern_gpu_gets_the_kernels(monkeypatch):
-    dispatch._missing.cache_clear()
+    dispatch.device_fault.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(dispatch, "find_spec", lambda _: object())
     ops = select_operations(4096, torch.float16, CUDA)
-    dispatch._missing.cache_clear()
+    dispatch.device_fault.cache_clear()
     assert (ops.name, ops.half_cost) == ("triton", True)
 
 

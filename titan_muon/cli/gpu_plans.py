@@ -45,7 +45,7 @@ class RankSet:
 def _as_on_nvidia() -> Generator[None]:
     """Let costs be those of a GPU with the Triton kernels, whatever is here."""
     changed = {
-        dispatch: {"_missing": lambda device: None},
+        dispatch: {"device_fault": lambda device: None},
         members: {"compute_device": lambda param: torch.device("cuda")},
     }
     originals = {m: {name: getattr(m, name) for name in names} for m, names in changed.items()}

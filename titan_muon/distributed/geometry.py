@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from titan_muon.distributed.layout import Interval, Layout, local_region
 from titan_muon.distributed.matrices import MatrixRule, RowRange, block_rows
 
-__all__ = ["Geometry", "Segment", "coordinate_of", "geometry", "segments", "unit_count"]
+__all__ = ["Geometry", "Segment", "coordinate_of", "geometry", "segments"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,6 @@ class Geometry:
 
     homes: tuple[tuple[int, ...], ...]
     whole: tuple[bool, ...]
-
-
-def unit_count(rule: MatrixRule) -> int:
-    """Return the number of matrices of a parameter."""
-    return rule.stack[0] * len(block_rows(rule))
 
 
 def coordinate_of(layout: Layout, rank: int) -> tuple[int, ...]:

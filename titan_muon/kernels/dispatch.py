@@ -127,11 +127,12 @@ def decline_reason(rows: int, dtype: torch.dtype, device: torch.device) -> str |
         return f"no Triton kernels for {str(dtype).removeprefix('torch.')}"
     if rows < MIN_ROWS:
         return f"cuBLAS is faster below {MIN_ROWS} rows, and these have {rows}"
-    return _missing(device)
+    return device_fault(device)
 
 
 @lru_cache(maxsize=64)
-def _missing(device: torch.device) -> str | None:
+def device_fault(device: torch.device) -> str | None:
+    """Return why no Triton kernel of the package runs on a CUDA device, or None."""
     if torch.version.hip is not None:
         return "the Triton kernels are tested on NVIDIA GPUs only, and this is ROCm"
     if not torch.cuda.is_available():

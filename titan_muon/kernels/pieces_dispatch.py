@@ -1,12 +1,12 @@
 """Which implementation of the operations on pieces runs for which tensors."""
 
-import importlib.util
 from collections.abc import Iterable
 from typing import cast
 
 import torch
 
 from titan_muon.kernels import pieces_reference
+from titan_muon.kernels.dispatch import device_fault
 
 __all__ = ["PieceOperations", "select_piece_operations"]
 
@@ -33,12 +33,12 @@ def select_piece_operations(device: torch.device, dtypes: Iterable[torch.dtype])
         dtypes: Dtypes of all tensors involved, and device types other than ``device`` excluded by
             the caller.
     """
-    if device.type == "cuda" and all(d in _KERNEL_DTYPES for d in dtypes) and _has_triton():
+    if (
+        device.type == "cuda"
+        and all(d in _KERNEL_DTYPES for d in dtypes)
+        and device_fault(device) is None
+    ):
         from titan_muon.kernels import triton_pieces
 
         return cast(PieceOperations, triton_pieces)
     return cast(PieceOperations, pieces_reference)
-
-
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

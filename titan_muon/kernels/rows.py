@@ -1,9 +1,9 @@
 """Statistics and scaling of the rows of a batch of matrices, each in one pass over memory."""
 
-import importlib.util
-
 import torch
 from torch import Tensor
+
+from titan_muon.kernels.dispatch import device_fault
 
 __all__ = ["row_mean_squares", "scale_rows_"]
 
@@ -33,7 +33,7 @@ def scale_rows_(x: Tensor, factors: Tensor) -> Tensor:
         ``x``.
     """
     narrow = x.dtype in (torch.float16, torch.bfloat16)
-    if narrow and x.is_cuda and x.is_contiguous() and importlib.util.find_spec("triton"):
+    if narrow and x.is_cuda and x.is_contiguous() and device_fault(x.device) is None:
         from titan_muon.kernels import triton_rows
 
         triton_rows.scale_rows_(x, factors)

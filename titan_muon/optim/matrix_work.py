@@ -123,7 +123,7 @@ class MatrixWork:
                 shards.gradients.momenta,
                 flat,
                 table,
-                power_of_two(-shards.sent) if flat.dtype.itemsize <= 2 else None,
+                shards.sent_factors if flat.dtype.itemsize <= 2 else None,
                 **kind.momentum_options(),
             )
         write_headers(packets, index.sent, shards.headers[index.pieces])

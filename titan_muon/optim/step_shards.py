@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titan_muon.distributed.tables import RankTables
-from titan_muon.distributed.wire import exponents
+from titan_muon.distributed.wire import exponents, power_of_two
 from titan_muon.kernels.pieces import TensorList
 from titan_muon.optim.kinds import Kind
 from titan_muon.optim.matrix_math import inverse_norms
@@ -27,7 +27,8 @@ class StepShards:
     Attributes:
         gradients, params: Local tensors, one a parameter.
         inverse_norms: (own pieces,), 1 / norm of the direction, where one rank holds all of it.
-        sent: (own pieces,), exponents by which 16-bit parcels are scaled.
+        sent, sent_factors: (own pieces,), exponents by which 16-bit parcels are scaled, and the
+            powers of two themselves.
         squares: (own pieces,), sums of squares of the weights; zeros where no option needs them.
         headers: (own pieces, fields), the headers of the parcels.
         flags: (own pieces,), 1 where this rank has a gradient; None if everywhere.
@@ -56,6 +57,7 @@ class StepShards:
             statistics = statistics + measured.to(device)
         self.inverse_norms = inverse_norms(statistics[:, 1])
         self.sent = exponents(statistics[:, 0])
+        self.sent_factors = power_of_two(-self.sent)
         self.squares = self._weight_squares(statistics)
         flags = self.gradients.flags(device)[own_params]
         self.headers = torch.stack([self.sent, flags, self.squares], dim=1).float()
