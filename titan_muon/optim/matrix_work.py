@@ -160,14 +160,17 @@ class MatrixWork:
                 normalized=batch.normalized,
             )
 
-    def send_back(self, stage: int, batches: Sequence[Batch]) -> Message | None:
-        """Write what stays on this rank, and start the way back of everything else.
-
-        Collective: all ranks of the set.
-        """
+    def write(self, batches: Sequence[Batch]) -> None:
+        """Write the updates and buffers of matrices that stay on this rank."""
         for batch in batches:
             if not batch.tables.travels:
                 write_own(batch, self.shards)
+
+    def send_back(self, stage: int, batches: Sequence[Batch]) -> Message | None:
+        """Pack the updates and buffers of all other matrices and start their way back.
+
+        Collective: all ranks of the set.
+        """
         if not self.exchange.travels[stage]:
             return None
         tables = self.tables.stages[stage]
