@@ -17,7 +17,7 @@ from titan_muon.orthogonalization import resolve_schedule
 __all__ = ["AdamWConfig", "OptimizerConfig", "import_algorithms"]
 
 # What the unrouted parameters take from the main options where [optimizer.adamw] is silent.
-INHERITED = ("lr", "weight_decay", "maximize")
+INHERITED = ("lr", "weight_decay", "maximize", "nonfinite")
 
 _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True, "foreach": False},
@@ -124,6 +124,10 @@ class OptimizerConfig(OptimizersContainer.Config):
 
     maximize: bool | None = None
     """Ascend instead of descend"""
+
+    nonfinite: str | None = None
+    """What an inf or NaN in a gradient does: propagate, skip (the whole step, on all ranks) or
+    error"""
 
     state_dtype: str | None = None
     """Dtype of the state: auto, float32 or bfloat16"""

@@ -13,6 +13,7 @@ from torchtitan.tools.logging import logger
 from titan_muon.distributed.groups import create_groups
 from titan_muon.integration.config import OptimizerConfig
 from titan_muon.integration.fused_weights import fused_splits
+from titan_muon.integration.metrics import OptimizerMetrics
 from titan_muon.integration.start_table import start_table
 from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
@@ -33,6 +34,9 @@ class MuonOptimizersContainer(OptimizersContainer):
         ValueError: The config cannot run, a pattern decides on no parameter of the whole model, or
             the Muon family gets none.
 
+    Attributes:
+        metrics: What is logged of the optimizer; takes more sources.
+
     Collective: all ranks construct it.
     """
 
@@ -44,7 +48,11 @@ class MuonOptimizersContainer(OptimizersContainer):
         _check_whole_model(config, assignments)
         optimizer = Muon(to_groups(assignments))
         create_groups(optimizer.rank_sets())
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # All pipeline stages skip a step, or none.
+            optimizer.agree_over(dist.group.WORLD)
         self.optimizers = [optimizer]
+        self.metrics = OptimizerMetrics(optimizer)
         self.model_parts = model_parts
         self._schedulers: LRSchedulersContainer | None = None
         self._is_resumed = False
@@ -85,7 +93,8 @@ class MuonOptimizersContainer(OptimizersContainer):
                 group["lr"] = lr
         self._is_resumed = False
         # Not super().step(): torch may have wrapped both, and hooks would run twice.
-        optimizer.step()
+        with self.metrics.watching():
+            optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the flat, FQN-keyed state; it exists from construction, so nothing is stepped."""

@@ -23,6 +23,7 @@ def advance(
     momentum: float,
     nesterov: bool,
     sign: float,
+    keep: Tensor | None = None,
 ) -> Tensor:
     """Advance the EMA of the gradients, ``m += (1 - momentum) * (g - m)``, and measure directions.
 
@@ -33,6 +34,8 @@ def advance(
         momentum: EMA factor.
         nesterov: Whether the direction looks ahead by one step.
         sign: 1, or -1 to use the negative gradients.
+        keep: 0-d; where it is 0 the EMAs stay as they are, and what is measured means nothing. None
+            for 1.
 
     Returns:
         (pieces, 2): largest magnitude and sum of squares of the direction of each piece.
@@ -41,7 +44,8 @@ def advance(
     for row in table.rows:
         m, g = (_tensor_view(ts[row.tensor], row) for ts in (momenta, grads))
         wide = _signed(g, m, sign)
-        m.copy_(torch.lerp(m.to(wide.dtype), wide, 1 - momentum))
+        advanced = torch.lerp(m.to(wide.dtype), wide, 1 - momentum).to(m.dtype)
+        m.copy_(advanced if keep is None else torch.where(keep.to(m.device) > 0, advanced, m))
         _measure(result, row.piece, _direction(wide, m, momentum, nesterov))
     return result
 

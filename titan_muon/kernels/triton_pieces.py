@@ -62,8 +62,9 @@ def _store_statistics(partial, slot, value, inside):
 
 @triton.jit
 def _advance_kernel(
-    grads, momenta, grad_like, momentum_like, partial, tiles, segments, momentum, sign,
-    NESTEROV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    grads, momenta, grad_like, momentum_like, partial, keep, tiles, segments, momentum, sign,
+    NESTEROV: tl.constexpr, KEEP: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     tensor, _, slot, offset, _, inside = _tile(tiles, segments, COLUMNS, ROWS, ALIGNED)
     g = tl.load(_pointer(grads, tensor, grad_like, ALIGNED) + offset, mask=inside, other=0.0)
@@ -72,7 +73,10 @@ def _advance_kernel(
     g = g.to(tl.float32) * sign
     # What later passes will read is the stored value, so measure that one.
     stored = (m + (1.0 - momentum) * (g - m)).to(momentum_like.dtype.element_ty)
-    tl.store(pointer, stored, mask=inside)
+    written = inside
+    if KEEP:
+        written = tl.where(tl.load(keep) > 0, inside, False)
+    tl.store(pointer, stored, mask=written)
     m = stored.to(tl.float32)
     direction = g + momentum * (m - g) if NESTEROV else m
     _store_statistics(partial, slot, direction, inside)
@@ -162,7 +166,7 @@ def _write_kernel(
 
 def advance(
     grads: Sequence[Tensor], momenta: Sequence[Tensor], table: PieceTable, *,
-    momentum: float, nesterov: bool, sign: float,
+    momentum: float, nesterov: bool, sign: float, keep: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See ``pieces_reference.advance``; all gradients of one dtype, all momenta of one dtype."""
     device = momenta[0].device
@@ -170,8 +174,8 @@ def advance(
     g, m = _pointers(grads, table), _pointers(momenta, table)
     for tiles in on.classes:
         _advance_kernel[(len(tiles.tiles),)](
-            g.table, m.table, g.like, m.like, partial, tiles.tiles, on.segments, momentum, sign,
-            NESTEROV=nesterov, **_shape(tiles, g, m),
+            g.table, m.table, g.like, m.like, partial, keep, tiles.tiles, on.segments,
+            momentum, sign, NESTEROV=nesterov, KEEP=keep is not None, **_shape(tiles, g, m),
         )  # fmt: skip
     return _reduce(partial, table, device)
 

@@ -99,9 +99,15 @@ class MatrixWork:
         self._replicated = any(m.layout.replicated for m in members)
         self._shards: StepShards | None = None
 
-    def begin(self) -> None:
-        """Advance the momentum of every parameter and measure its direction."""
-        self._shards = StepShards(self.members, self._kinds, self.tables, self._own_params)
+    def begin(self, take: Tensor | None) -> None:
+        """Advance the momentum of every parameter and measure its direction.
+
+        Args:
+            take: 0-d, 0 for a step that must not write anything; None for 1.
+        """
+        if take is not None:
+            take = take.to(self.device, non_blocking=True)
+        self._shards = StepShards(self.members, self._kinds, self.tables, self._own_params, take)
 
     def send(self, stage: int) -> Message | None:
         """Pack this rank's shards of a stage and start their way to the owners.

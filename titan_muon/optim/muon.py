@@ -1,6 +1,7 @@
 """Muon for a whole model: one optimizer, one step, an algorithm for each param group."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -14,10 +15,13 @@ from titan_muon.optim.algorithms import check_options, get_algorithm
 from titan_muon.optim.algorithms.base import ElementwiseAlgorithm
 from titan_muon.optim.groups import complete_group, group_names, matrix_rules
 from titan_muon.optim.loading import apply_load, prepare_load
+from titan_muon.optim.nonfinite import Guard, check_alike
 from titan_muon.optim.observer import Observer
 from titan_muon.optim.state import create_state, saved_groups
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from titan_muon.optim.matrix_work import MatrixWork
 
 __all__ = ["Muon", "NorMuon"]
@@ -58,6 +62,7 @@ class Muon(Optimizer):
     ) -> None:
         self._given = {"lr": lr, "weight_decay": weight_decay, **options}
         check_options(self.algorithm, self._given, where=type(self).__name__)
+        self._guard = Guard()
         self._forget_layouts()
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
@@ -73,7 +78,9 @@ class Muon(Optimizer):
 
         A matrix without a gradient on every rank that holds it stays as it is; where only some
         ranks lack it, it counts as zero there. AdamW and Adam step the shards that have a gradient:
-        whether another rank has one cannot be known without a collective, and none is spent.
+        whether another rank has one cannot be known without a collective, and none is spent. With
+        ``nonfinite="skip"`` a step that meets an inf or NaN on any rank changes nothing on all of
+        them.
 
         Args:
             closure: Evaluates the loss again and returns it; optional.
@@ -81,17 +88,22 @@ class Muon(Optimizer):
         Returns:
             What the closure returned.
 
+        Raises:
+            FloatingPointError: A gradient is not finite and ``nonfinite="error"``; nothing has
+                changed then.
+
         Collective: all ranks that hold shards call.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        take = self._guard.look(self.param_groups, type(self).__name__)
         works = self.observer.works(self._matrix_works())
         for work in works:
-            work.begin()
+            work.begin(take)
         arriving = works[0].send(0) if works else None
-        self._step_elements()
+        self._step_elements(take)
         for work in works:
             arriving = arriving if work is works[0] else work.send(0)
             returning = None
@@ -107,7 +119,7 @@ class Muon(Optimizer):
             work.finish()
         return loss
 
-    def _step_elements(self) -> None:
+    def _step_elements(self, take: Tensor | None) -> None:
         for group in self.param_groups:
             algorithm = get_algorithm(group["algorithm"])
             if not isinstance(algorithm, ElementwiseAlgorithm):
@@ -120,13 +132,33 @@ class Muon(Optimizer):
                     params.append(param)
                     grads.append(grad)
             if params:
-                step = self.observer.elements(algorithm, group)
+                step = algorithm.step if take is None else partial(algorithm.step_if, take)
+                step = self.observer.elements(step, params)
                 step(
                     [local_of(p) for p in params],
                     grads,
                     [{k: local_of(v) for k, v in self.state[p].items()} for p in params],
                     group,
                 )
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that ``nonfinite="skip"`` skipped since this optimizer was built.
+
+        Reading it makes the host wait for the device. It is no part of a state dict.
+        """
+        return self._guard.skipped_steps
+
+    def agree_over(self, group: "dist.ProcessGroup | None") -> None:
+        """Name the ranks that skip a step, or raise, together.
+
+        By default these are the ranks that hold shards of this optimizer's parameters. Pipeline
+        stages, each with an optimizer of its own, name the ranks of all stages.
+
+        Args:
+            group: Process group of these ranks; None for this rank alone.
+        """
+        self._guard.agree_over(group)
 
     def rank_sets(self) -> list[tuple[int, ...]]:
         """Return the sets of ranks that exchange matrices, each ascending; see ``create_groups``.
@@ -162,6 +194,7 @@ class Muon(Optimizer):
         group = self.param_groups[-1]
         params = group["params"]
         try:
+            check_alike(self.param_groups, type(self).__name__)
             rules = matrix_rules(group, where)
             states = [create_state(p, group, r) for p, r in zip(params, rules, strict=True)]
         except BaseException:
@@ -169,6 +202,7 @@ class Muon(Optimizer):
             raise
         self._keep_rules(params, rules)
         self._works = None
+        self._guard.forget_ranks()
         self.state.update(zip(params, states, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,6 +246,7 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled or copied optimizer."""
         super().__setstate__(state)
+        self._guard = Guard()
         self._forget_layouts()
         for index, group in enumerate(self.param_groups):
             rules = matrix_rules(group, f"{type(self).__name__}: param group {index}")

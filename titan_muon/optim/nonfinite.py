@@ -39,8 +39,8 @@ class Guard:
 
     def __init__(self) -> None:
         self._skipped: Tensor | None = None
-        self._group: Any = None
-        self._is_chosen = False
+        self._chosen: list[Any] = []
+        self._default: list[Any] = []
 
     @property
     def skipped_steps(self) -> int:
@@ -49,7 +49,11 @@ class Guard:
 
     def agree_over(self, group: dist.ProcessGroup | None) -> None:
         """Let these ranks decide together; by default those that hold shards of a parameter."""
-        self._group, self._is_chosen = group, True
+        self._chosen = [group]
+
+    def forget_ranks(self) -> None:
+        """Find the ranks again that hold shards, after parameters came."""
+        self._default = []
 
     def look(self, groups: Sequence[dict[str, Any]], where: str) -> Tensor | None:
         """Check the gradients.
@@ -84,13 +88,13 @@ class Guard:
         bad = [~values.isfinite() for values, _ in largest]
         found = torch.stack([b.any().to(device) for b in bad]).any() if bad else torch.zeros(())
         found = found.to(device, torch.float32)
-        group = self._ranks_together(params, where)
+        (group,) = self._chosen or self._default or self._find_ranks(params, where)
         if group is not None:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         if mode == "error":
             if found.item():
                 guilty = [(name, v) for values, n in largest for name, v in _of(values, n)]
-                raise FloatingPointError(_message(where, guilty, len(params), group))
+                raise FloatingPointError(_message(where, guilty, names, group))
             return None
         self._count(found, where, capturing)
         return 1.0 - found
@@ -105,10 +109,8 @@ class Guard:
             self._skipped = torch.zeros((), dtype=torch.int64, device=found.device)
         self._skipped += found.long()
 
-    def _ranks_together(self, params: Sequence[Tensor], where: str) -> Any:
-        """Return the process group that decides, None for a rank alone."""
-        if self._is_chosen:
-            return self._group
+    def _find_ranks(self, params: Sequence[Tensor], where: str) -> list[Any]:
+        """Return the process group of all ranks that hold shards, None for a rank alone."""
         meshes = [mesh_of(p) for p in params if is_dtensor(p)]
         sets = {tuple(sorted(layout_of(p).ranks)) for p in params if is_dtensor(p)}
         together = tuple(sorted({rank for ranks in sets for rank in ranks}))
@@ -118,13 +120,19 @@ class Guard:
                 "that decide together; name their process group with agree_over()."
             )
         whole = [m for m in meshes if m.size() == len(together)]
-        self.agree_over(group_of(together, whole) if len(together) > 1 else None)
-        return self._group
+        self._default = [group_of(together, whole) if len(together) > 1 else None]
+        return self._default
 
 
 def _all_params(groups: Sequence[dict[str, Any]]) -> tuple[list[Tensor], list[str]]:
-    params = [p for g in groups for p in g["params"]]
-    return params, [name for g in groups for name in group_names(g, g["params"])]
+    params: list[Tensor] = []
+    names: list[str] = []
+    for number, group in enumerate(groups):
+        own = group_names(group, group["params"])
+        # Without names, a position in its group.
+        names += own if group.get("param_names") else [f"param group {number}: {n}" for n in own]
+        params += group["params"]
+    return params, names
 
 
 def _largest(params: Sequence[Tensor], names: Sequence[str]) -> list[tuple[Tensor, list[str]]]:
@@ -148,25 +156,25 @@ def _of(values: Tensor, names: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, f"{v}") for name, v in found if v != v or v == float("inf")]
 
 
-def _message(where: str, guilty: list[tuple[str, str]], count: int, group: Any) -> str:
+def _message(where: str, guilty: list[tuple[str, str]], names: list[str], group: Any) -> str:
     """Say which gradients are not finite on any rank. Collective: all ranks of the group."""
-    everywhere = dict(guilty)
+    everywhere, count = dict(guilty), len(names)
     if group is not None:
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, everywhere, group=group)
-        everywhere = {name: kind for found in gathered for name, kind in found.items()}
-    names = [f"{name} ({kind})" for name, kind in list(everywhere.items())[:_MOST_NAMES]]
-    more = len(everywhere) - len(names)
+        dist.all_gather_object(gathered, (everywhere, names), group=group)
+        everywhere = {name: kind for found, _ in gathered for name, kind in found.items()}
+        count = len({name for _, others in gathered for name in others})
+    listed = [f"{name} ({kind})" for name, kind in list(everywhere.items())[:_MOST_NAMES]]
+    more = f" and {len(everywhere) - len(listed)} more" if len(everywhere) > len(listed) else ""
     text = (
-        f"{where}: gradients of {len(everywhere)} parameter{'s' * (len(everywhere) > 1)} are not "
-        f"finite: {', '.join(names)}{f' and {more} more' if more else ''}. The step was not taken; "
-        "weights and state are as before."
+        f"{where}: the gradients of {len(everywhere)} of {count} parameters are not finite: "
+        f"{', '.join(listed)}{more}. The step was not taken; weights and state are as before."
     )
-    if len(everywhere) >= count > 1 and set(everywhere.values()) == {"nan"}:
+    if len(everywhere) == count > 1 and set(everywhere.values()) == {"nan"}:
         return (
             f"{text} All of them are NaN: clipping by the total norm spreads one NaN to every "
             "gradient, so where it began cannot be seen any more."
         )
     if "nan" in everywhere.values():
-        return f"{text} Clipping by the total norm makes NaN of inf, and zeros of all that is finite."
+        return f"{text} Clipping by the total norm turns an inf into NaN and the rest into zeros."
     return text

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from titan_muon.optim.algorithms.base import ElementwiseAlgorithm
-
 if TYPE_CHECKING:
     from titan_muon.distributed.exchange import Message
     from titan_muon.optim.batches import Batch
+    from titan_muon.optim.members import Member
 
 __all__ = ["ElementwiseStep", "Observer", "StepParts"]
 
@@ -21,10 +20,11 @@ ElementwiseStep = Callable[
 class StepParts(Protocol):
     """The parts of a step on one set of ranks, as ``MatrixWork`` has them."""
 
+    members: "list[Member]"
     stages: range
 
-    def begin(self) -> None:
-        """Advance the momentum."""
+    def begin(self, take: Tensor | None) -> None:
+        """Advance the momentum; ``take`` is 0-d, 0 for a step that writes nothing, None for 1."""
 
     def send(self, stage: int) -> "Message | None":
         """Send directions to the owners."""
@@ -58,8 +58,11 @@ class Observer:
         """Return the parts of this step for each set of ranks; called once, at its start."""
         return works
 
-    def elements(
-        self, algorithm: ElementwiseAlgorithm, group: Mapping[str, Any]
-    ) -> ElementwiseStep:
-        """Return the step of one group of an elementwise algorithm."""
-        return algorithm.step
+    def elements(self, step: ElementwiseStep, params: Sequence[Tensor]) -> ElementwiseStep:
+        """Return the step of one group of an elementwise algorithm.
+
+        Args:
+            step: Takes shards, gradients, states and the group.
+            params: The group's parameters that have a gradient, in the order of the shards.
+        """
+        return step

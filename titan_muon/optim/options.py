@@ -169,6 +169,12 @@ COMMON_OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, "a number >= 0 or a 0-d float tensor", _lr, "learning rate"),
     "weight_decay": Option(0.1, "a number >= 0", _number(0.0), "decay, multiplied by the plain lr"),
     "maximize": Option(False, "true or false", _is_bool, "ascend instead of descend"),
+    "nonfinite": Option(
+        "propagate",
+        *_choice("propagate", "skip", "error"),
+        "what a non-finite gradient does; the same in all groups",
+        saved=False,
+    ),
     "state_dtype": Option(
         "auto",
         *_choice(*STATE_DTYPES),

@@ -23,6 +23,7 @@ class StepShards:
         kinds: Their kinds by number.
         tables: This rank's tables.
         own_params: (own pieces,) int64, parameter of each own piece.
+        take: 0-d, 0 where the step must not write anything; None for 1.
 
     Attributes:
         gradients, params: Local tensors, one a parameter.
@@ -31,7 +32,8 @@ class StepShards:
             powers of two themselves.
         squares: (own pieces,), sums of squares of the weights; zeros where no option needs them.
         headers: (own pieces, fields), the headers of the parcels.
-        flags: (own pieces,), 1 where this rank has a gradient; None if everywhere.
+        flags: (own pieces,), 1 where this rank has a gradient and the step writes; None if
+            everywhere.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class StepShards:
         kinds: Mapping[int, Kind],
         tables: RankTables,
         own_params: Tensor,
+        take: Tensor | None,
     ) -> None:
         self._members, self._kinds, self._tables = members, kinds, tables
         device = own_params.device
@@ -52,6 +55,7 @@ class StepShards:
                 self.gradients.momenta,
                 table,
                 **kinds[number].momentum_options(),
+                keep=take,
             )
             # Every own piece has one kind and is zero in the others.
             statistics = statistics + measured.to(device)
@@ -60,8 +64,10 @@ class StepShards:
         self.sent_factors = power_of_two(-self.sent)
         self.squares = self._weight_squares(statistics)
         flags = self.gradients.flags(device)[own_params]
+        if take is not None:
+            flags = flags * take
         self.headers = torch.stack([self.sent, flags, self.squares], dim=1).float()
-        self.flags = None if self.gradients.all_present else flags
+        self.flags = None if self.gradients.all_present and take is None else flags
 
     def restore(self) -> None:
         """Write back the weights that had to be copied."""

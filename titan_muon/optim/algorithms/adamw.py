@@ -41,21 +41,53 @@ class AdamAlgorithm(ElementwiseAlgorithm):
         group: Mapping[str, Any],
     ) -> None:
         """Run torch's kernel on the shards; on float32 copies where its kernels refuse the mix."""
-        same: list[int] = []
-        for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
-            if param.dtype == grad.dtype == state["exp_avg"].dtype:
-                same.append(i)
-            else:
-                self._step_mixed(param, grad, state, group)
+        same, mixed = _by_dtypes(params, grads, states)
+        for i in mixed:
+            self._step_mixed(params[i], grads[i], states[i], group)
         if same:
-            self._kernel(
-                [params[i] for i in same],
-                [grads[i] for i in same],
-                [states[i]["exp_avg"] for i in same],
-                [states[i]["exp_avg_sq"] for i in same],
-                [states[i]["step"] for i in same],
+            self._step_same(same, params, grads, states, group)
+
+    def step_if(
+        self,
+        take: Tensor,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Let torch's fused kernel read the flag, where it is the one that runs."""
+        same, others = _by_dtypes(params, grads, states)
+        if same and _use_fused(params[same[0]], group):
+            self._step_same(same, params, grads, states, group, found_inf=1.0 - take)
+        else:
+            others = sorted([*same, *others])
+        if others:
+            super().step_if(
+                take,
+                [params[i] for i in others],
+                [grads[i] for i in others],
+                [states[i] for i in others],
                 group,
             )
+
+    def _step_same(
+        self,
+        same: Sequence[int],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        group: Mapping[str, Any],
+        found_inf: Tensor | None = None,
+    ) -> None:
+        self._kernel(
+            [params[i] for i in same],
+            [grads[i] for i in same],
+            [states[i]["exp_avg"] for i in same],
+            [states[i]["exp_avg_sq"] for i in same],
+            [states[i]["step"] for i in same],
+            group,
+            found_inf,
+        )
 
     def _kernel(
         self,
@@ -65,6 +97,7 @@ class AdamAlgorithm(ElementwiseAlgorithm):
         exp_avg_sqs: list[Tensor],
         steps: list[Tensor],
         group: Mapping[str, Any],
+        found_inf: Tensor | None = None,
     ) -> None:
         fused = _use_fused(params[0], group)
         beta1, beta2 = group["betas"]
@@ -79,6 +112,7 @@ class AdamAlgorithm(ElementwiseAlgorithm):
             # Steps live beside the parameters; capturable keeps the host from reading them.
             capturable=not fused and steps[0].is_cuda,
             fused=fused,
+            found_inf=found_inf,
             decoupled_weight_decay=self.decoupled,
             amsgrad=False,
             beta1=beta1,
@@ -124,6 +158,18 @@ class AdamWAlgorithm(AdamAlgorithm):
     name = "adamw"
     title = "AdamW"
     decoupled = True
+
+
+def _by_dtypes(
+    params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]
+) -> tuple[list[int], list[int]]:
+    """Return which tensors torch's kernels take as they are, and which they refuse."""
+    same: list[int] = []
+    mixed: list[int] = []
+    for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+        matches = param.dtype == grad.dtype == state["exp_avg"].dtype
+        (same if matches else mixed).append(i)
+    return same, mixed
 
 
 def _use_fused(param: Tensor, group: Mapping[str, Any]) -> bool:

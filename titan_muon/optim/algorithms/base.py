@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from titan_muon.optim.options import MATRIX_OPTIONS, Option, check_values, nearest
@@ -116,6 +117,28 @@ class ElementwiseAlgorithm(Algorithm):
         group: Mapping[str, Any],
     ) -> None:
         """Update local shards and their local state in place."""
+
+    def step_if(
+        self,
+        take: Tensor,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Do what :meth:`step` does, or nothing, as the device says; the host does not wait.
+
+        Args:
+            take: 0-d, 0 where nothing may change.
+            params, grads, states, group: As for :meth:`step`.
+        """
+        # One parameter at a time: what it was is kept until it is known that it may change.
+        for param, grad, state in zip(params, grads, states, strict=True):
+            live = [param, *state.values()]
+            before = [tensor.clone() for tensor in live]
+            self.step([param], [grad], [state], group)
+            for tensor, old in zip(live, before, strict=True):
+                tensor.copy_(torch.where(take.to(tensor.device) > 0, tensor, old))
 
 
 _REGISTRY: dict[str, Algorithm] = {}
