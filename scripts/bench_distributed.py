@@ -1,9 +1,11 @@
 """Time of a whole ``optimizer.step()`` on sharded weights, peers in the same run.
 
-    torchrun --nproc_per_node=2 scripts/bench_distributed.py [--workloads ...] [--steps 12]
+    torchrun --nproc_per_node=2 scripts/bench_distributed.py [--workloads ...] [--layout tp]
 
-Weights are float32 DTensors, Shard(0) over all ranks as FSDP2 places them. Times are the slowest
-rank's, medians, the competitors taking turns. Without GPUs it runs on gloo with small shapes.
+Weights are float32 DTensors over all ranks: ``fsdp`` cuts dim 0, as FSDP2 does; ``tp`` rows and
+columns in turn, as tensor parallelism does; ``efsdp`` dim 1, as FSDP2 does with few experts. Times
+are the slowest rank's, medians, the competitors taking turns; ``one rank`` is the same workload
+without sharding, run by rank 0 alone. Without GPUs it runs on gloo with small shapes.
 """
 
 import argparse
@@ -23,10 +25,13 @@ from bench_step import WORKLOADS, Run, competitors, heading
 
 from titan_muon import Muon
 
+LAYOUTS = ("fsdp", "tp", "efsdp")
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=["llama8b_x4"])
+    parser.add_argument("--layout", choices=LAYOUTS, default="fsdp")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--trace", help="write a profiler trace of one Muon step on rank 0 here")
     options = parser.parse_args(arguments)
@@ -35,62 +40,103 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks; {heading(device)}")
     for name in options.workloads:
         shapes = WORKLOADS[name]
         if not gpu:
             shapes = [(*s[:-2], s[-2] // 16, s[-1] // 16) for s in shapes]
-        report(name, shapes, mesh, device, options.steps)
+        layout = Layout(options.layout, mesh)
+        report(name, shapes, layout, device, options.steps)
         if gpu:
-            overlap(name, shapes, mesh, device, options.trace)
+            overlap(name, shapes, layout, device, options.trace)
     dist.destroy_process_group()
+
+
+class Layout:
+    """Which dim of each weight is cut, weights counted in the order in which they are made."""
+
+    def __init__(self, name: str, mesh: DeviceMesh) -> None:
+        self.name, self.mesh = name, mesh
+
+    def dim(self, index: int) -> int:
+        return {"fsdp": 0, "tp": index % 2, "efsdp": 1}[self.name]
 
 
 class ShardedRun(Run):
     """One optimizer on weights that every rank holds a part of."""
 
-    def __init__(self, factory, shapes, mesh: DeviceMesh, device: torch.device) -> None:
-        self.mesh = mesh
+    def __init__(self, factory, shapes, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self.made, self.count = 0, len(shapes)
         super().__init__(factory, shapes, device)
 
     def weight(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-        ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
-        rows = len(torch.arange(shape[0]).chunk(ranks)[rank])
-        local = torch.randn((rows, *shape[1:]), generator=generator, device=self.device)
+        # All weights are made first, then all gradients.
+        mesh, dim = self.layout.mesh, self.layout.dim(self.made % self.count)
+        self.made += 1
+        local_shape = list(shape)
+        local_shape[dim] = len(torch.arange(shape[dim]).chunk(mesh.size())[mesh.get_local_rank()])
+        local = torch.randn(local_shape, generator=generator, device=self.device)
         like = torch.empty(shape, device="meta")
         return DTensor.from_local(
-            local, self.mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+            local, mesh, [Shard(dim)], run_check=False, shape=like.shape, stride=like.stride()
         )
 
 
-def report(name, shapes, mesh: DeviceMesh, device: torch.device, steps: int) -> None:
+def dist_muon(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Build torchtitan's DistMuon: whole matrices on owners, ten to a bucket."""
+    from torchtitan.distributed.flex_shard import (
+        BucketConfig,
+        ComputeLayout,
+        Owned,
+        build_dist_muon,
+    )
+
+    names = [f"p{index:04d}" for index in range(len(params))]
+    buckets = [BucketConfig(tuple(names[i : i + 10])) for i in range(0, len(names), 10)]
+    owned = ComputeLayout({"ranks": Owned()})
+    return build_dist_muon(
+        [{"params": params, "param_names": names}],
+        compute_sharding_by_fqn=dict.fromkeys(names, owned),
+        bucket_configs=buckets,
+        lr=1e-3,
+    )
+
+
+def report(name, shapes, layout: Layout, device: torch.device, steps: int) -> None:
     """Run all competitors on one workload and print the table on rank 0."""
     factories = competitors()
     factories["titan-muon Muon, float32 wire"] = lambda p: Muon(p, lr=1e-3, wire_dtype="float32")
+    factories["torchtitan DistMuon"] = dist_muon
+    mesh = layout.mesh
     runs, failures = {}, []
     for label, factory in factories.items():
         try:
-            runs[label] = ShardedRun(factory, shapes, mesh, device)
+            runs[label] = ShardedRun(factory, shapes, layout, device)
         except Exception as error:  # noqa: BLE001 - a peer may fail in any way; say so and go on
             failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
     for _ in range(steps):
         for run in runs.values():
             dist.barrier()
             run.step()
+    one = Run(factories["titan-muon Muon"], shapes, device)
+    for _ in range(steps if dist.get_rank() == 0 else 0):
+        one.step()
     times = torch.tensor([[r.device_ms(), r.host_ms(), r.memory] for r in runs.values()])
     times = times.to(device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     if dist.get_rank():
         return
     own = times[list(runs).index("titan-muon Muon"), 0].item()
-    print(f"\n{name}: {len(shapes)} tensors, Shard(0) over {mesh.size()} ranks")
+    print(f"\n{name}: {len(shapes)} tensors, {layout.name} over {mesh.size()} ranks")
     print(f"{'':30}{'device ms':>10}{'host ms':>9}{'memory MiB':>12}{'titan-muon / it':>17}")
     for label, (ms, host, memory) in sorted(
         zip(runs, times.tolist(), strict=True), key=lambda x: x[1]
     ):
         print(f"{label:30}{ms:10.2f}{host:9.2f}{memory / 2**20:12.0f}{own / ms:17.2f}")
+    print(f"{'titan-muon Muon, one rank':30}{one.device_ms():10.2f}{one.host_ms():9.2f}")
     for label, run in runs.items():
         works = getattr(run.optimizer, "_works", None)
         if works and label.startswith("titan"):
@@ -105,9 +151,9 @@ def report(name, shapes, mesh: DeviceMesh, device: torch.device, steps: int) -> 
     print("\n".join(f"not run: {text}" for text in failures))
 
 
-def overlap(name, shapes, mesh: DeviceMesh, device: torch.device, trace: str | None) -> None:
+def overlap(name, shapes, layout: Layout, device: torch.device, trace: str | None) -> None:
     """Print how much of the exchange's time on the GPU runs under other kernels."""
-    run = ShardedRun(competitors()["titan-muon Muon"], shapes, mesh, device)
+    run = ShardedRun(competitors()["titan-muon Muon"], shapes, layout, device)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         dist.barrier()

@@ -50,6 +50,7 @@ def competitors() -> dict[str, Factory]:
     found: dict[str, Factory] = {
         "titan-muon Muon": lambda p: Muon(p, lr=1e-3),
         "titan-muon NorMuon": lambda p: Muon([{"params": p, "algorithm": "normuon"}], lr=1e-3),
+        "titan-muon AdamW": lambda p: Muon([{"params": p, "algorithm": "adamw"}], lr=1e-3),
         "torch AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     }
     if hasattr(torch.optim, "Muon"):
@@ -59,6 +60,10 @@ def competitors() -> dict[str, Factory]:
 
         found["muonium Muon"] = lambda p: muonium.Muon(p, lr=1e-3)
         found["muonium NorMuon"] = lambda p: muonium.NorMuon(p, lr=1e-3)
+    if find_spec("dtensor_muon"):
+        import dtensor_muon
+
+        found["dtensor_muon MuonForeach"] = lambda p: dtensor_muon.MuonForeach(p, lr=1e-3)
     if find_spec("dion"):
         import dion
 
@@ -81,11 +86,11 @@ def table(name: str, shapes: list[tuple[int, ...]], device: torch.device, steps:
     own = runs["titan-muon Muon"].device_ms()
     weights = sum(torch.Size(s).numel() for s in shapes)
     lines = [f"\n{name}: {len(shapes)} tensors, {weights / 1e6:.0f} M weights"]
-    header = f"{'':24}{'device ms':>10}{'host ms':>9}{'first s':>9}{'memory MiB':>12}"
+    header = f"{'':26}{'device ms':>10}{'host ms':>9}{'first s':>9}{'memory MiB':>12}"
     lines.append(header + f"{'titan-muon / it':>17}")
     for label, run in sorted(runs.items(), key=lambda item: item[1].device_ms()):
         lines.append(
-            f"{label:24}{run.device_ms():10.2f}{run.host_ms():9.2f}{run.first:9.1f}"
+            f"{label:26}{run.device_ms():10.2f}{run.host_ms():9.2f}{run.first:9.1f}"
             f"{run.memory / 2**20:12.0f}{own / run.device_ms():17.2f}"
         )
     return "\n".join(lines + [f"not run: {text}" for text in failures])
@@ -154,7 +159,7 @@ class Run:
 def heading(device: torch.device) -> str:
     """Return hardware, versions, and the matmul peak of this run."""
     found = [f"torch {torch.__version__}", f"python {sys.version.split()[0]}"]
-    for package in ("triton", "muonium", "dion"):
+    for package in ("triton", "muonium", "dtensor-muon", "dion"):
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
