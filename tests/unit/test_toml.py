@@ -431,6 +431,14 @@ def test_flavors(name, flavor, function):
     assert found.__name__ == function
 
 
+def test_flavor_without_a_config_function():
+    small = registry_function({}, {"name": "llama3", "flavor": "debugmodel"}, Place("x.toml"))()
+    large = registry_function({}, {"name": "llama3", "flavor": "1B"}, Place("x.toml"))()
+    assert (large.model_spec.model.dim, len(large.model_spec.model.layers)) == (2048, 16)
+    assert large.loss.loss_fn.global_vocab_size == large.model_spec.model.vocab_size == 128256
+    assert large.training == small.training
+
+
 def test_flavor_by_config_function(tmp_path):
     model = "[model]\nname = 'llama3'\nconfig = 'llama3_debugmodel_ce_loss'\n"
     config, _ = load(tmp_path, "", model)

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,8 @@ from titan_muon.integration.toml_place import ConfigError, Place, toml_repr
 from titan_muon.optim.options import nearest
 
 __all__ = ["check_model_table", "registry_function"]
+
+_logger = logging.getLogger(__name__)
 
 _KEYS = ("name", "flavor", "config")
 _FOLDERS = ("torchtitan.models", "torchtitan.experiments", "torchtitan.experiments.rl.examples")
@@ -71,6 +74,8 @@ def registry_function(
         )
     choice = flags[key]
     found = functions.get(choice) if key == "config" else _by_flavor(functions, name, choice)
+    if found is None and key == "flavor":
+        found = _of_model_size(module, functions, name, choice)
     if found is None:
         wanted = choice if key == "config" else f"{name}_{choice}"
         kind = "a config function" if key == "config" else "a flavor"
@@ -123,6 +128,41 @@ def _by_flavor(
     """Find a function by size: "0.6B" of qwen3 is qwen3_0_6b, "flux-dev" is flux_dev."""
     wanted = (_plain(model.rpartition(".")[2] + flavor), _plain(flavor))
     return next((f for name, f in functions.items() if _plain(name) in wanted), None)
+
+
+def _of_model_size(
+    module: ModuleType, functions: Mapping[str, Callable[[], Any]], model: str, flavor: str
+) -> Callable[[], Any] | None:
+    """Return the debug model's function at another size of the model, or None.
+
+    torchtitan builds models of sizes for which it has no config function, such as llama3's 1B.
+    """
+    make_spec = getattr(module, "model_registry", None)
+    debug = _by_flavor(functions, model, "debugmodel")
+    if make_spec is None or debug is None:
+        return None
+    try:
+        spec = make_spec(flavor)
+    except KeyError:
+        return None
+
+    def config() -> Any:
+        from torchtitan.models.common.config_utils import decoder_vocab_size
+
+        result = debug()
+        result.model_spec = spec
+        loss = getattr(result.loss, "loss_fn", result.loss)
+        if hasattr(loss, "global_vocab_size"):
+            loss.global_vocab_size = decoder_vocab_size(spec)
+        _logger.info(
+            "%s has no config function for %s: the run is %s with that model.",
+            model,
+            flavor,
+            debug.__name__,
+        )
+        return result
+
+    return config
 
 
 def _plain(name: str) -> str:
