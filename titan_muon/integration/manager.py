@@ -75,11 +75,14 @@ class TrainConfigManager(ConfigManager):
             SystemExit: tyro printed help, or refused a flag.
         """
         from titan_muon.integration.lr_schedule import followed_schedule
+        from titan_muon.integration.metrics import OptimizerMetricsProcessor
 
         config: Any = super().parse_args(args)
         config.lr_scheduler = followed_schedule(config.lr_scheduler)
         _check_optimizer(config)
         _check_dataset(config)
+        if isinstance(config.metrics, OptimizerMetricsProcessor.Config):
+            config.metrics.check()
         return config
 
     def _load_config(self, args: list[str]) -> tuple[object, list[str]]:

@@ -5,14 +5,16 @@
 
 from typing import Any
 
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import override
 
 from titan_muon.integration.config import OptimizerConfig
+from titan_muon.integration.metrics import OptimizerMetricsProcessor, with_optimizer_metrics
 from titan_muon.integration.toml_optimizer import OptimizerRequest, build_optimizer
-from titan_muon.integration.toml_place import Place
+from titan_muon.integration.toml_place import ConfigError, Place
 
-__all__ = ["muon"]
+__all__ = ["metrics", "muon"]
 
 
 @override(target=OptimizersContainer.Config, description="Muon, NorMuon, AdamW or Adam by name")
@@ -31,3 +33,25 @@ def muon(
     """
     place = Place("--override.imports titan_muon.integration.override.muon", "optimizer")
     return build_optimizer(OptimizerRequest(name), options, place, replaced=config)
+
+
+@override(target=MetricsProcessor.Config, description="Figures of the optimizer in the metrics")
+def metrics(config: MetricsProcessor.Config, *, optimizer_freq: int) -> MetricsProcessor.Config:
+    """Return the config that replaces torchtitan's metrics.
+
+    Args:
+        config: What the registry function and the flags chose; all of it is kept.
+        optimizer_freq: As ``[metrics] optimizer_freq`` of a train config.
+
+    Raises:
+        ConfigError: No multiple of ``log_freq``, or the metrics are not torchtitan's own.
+    """
+    found = with_optimizer_metrics(config)
+    if not isinstance(found, OptimizerMetricsProcessor.Config):
+        raise ConfigError(
+            "--override.imports titan_muon.integration.override.metrics: this run has metrics of "
+            f"its own, {type(config).__qualname__}, which cannot take the optimizer's figures."
+        )
+    found.optimizer_freq = optimizer_freq
+    found.check()
+    return found

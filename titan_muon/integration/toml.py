@@ -47,12 +47,15 @@ def load_train_config(selection: Selection) -> tuple["Trainer.Config", list[str]
     Raises:
         ConfigError: Anything wrong in the files or in the selection.
     """
+    from titan_muon.integration.metrics import with_optimizer_metrics
+
     table: dict[str, Any] = {}
     place = Place("command line")
     if selection.file is not None:
         table, place = translate(read_toml(selection.file), Place(selection.file))
     model = check_model_table(table.pop("model", {}), place)
     config = _call(registry_function(selection.model, model, place), place)
+    config.metrics = with_optimizer_metrics(config.metrics)
     known = set(field_types(config)) - {"model_spec"}
     for key, value in table.items():
         # All tables before any of them: a misspelled one is the likelier mistake.
