@@ -79,11 +79,11 @@ def test_mixed_dtypes_equal_float32_on_the_same_values(algorithm):
 
 
 def test_chunks_of_a_mixed_parameter_equal_one_piece(monkeypatch):
-    from titan_muon.optim.algorithms import adamw
+    from titan_muon.optim import elements
 
     results = []
     for chunk in (1 << 24, 5):
-        monkeypatch.setattr(adamw, "_CHUNK", chunk)
+        monkeypatch.setattr(elements, "CHUNK", chunk)
         (p,) = parameters((4, 6), dtype=torch.bfloat16)
         p = nn.Parameter(p.detach().mT)
         optimizer = Muon([{"params": [p], "algorithm": "adamw"}], lr=0.1)

@@ -17,7 +17,10 @@ CASES = {
     "lr": ([0, 1e-3, 2.0, torch.tensor(1e-3)], [-1e-3, float("nan"), float("inf"), "1e-3", None]),
     "weight_decay": ([0, 0.1, 3], [-0.1, float("nan"), "0.1", None, True]),
     "maximize": BOOLEAN,
-    "state_dtype": (["auto", "float32", "bfloat16"], ["fp32", torch.float32, None]),
+    "state_dtype": (
+        ["auto", "float32", "bfloat16", "int8", "int4", "float8"],
+        ["fp32", torch.float32, None],
+    ),
     "cautious_weight_decay": BOOLEAN,
     "momentum": ([0.0, 0, 0.95], [1.0, -0.1, "0.9", None]),
     "nesterov": BOOLEAN,

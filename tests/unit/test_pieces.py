@@ -110,6 +110,12 @@ def _check_direction(kernels, device, dtype, grad_dtype, options):
     _close(kernels.advance(device_grads, got, table, **options), statistics, dtype, roundings=2)
     for a, b in zip(got, want, strict=True):
         _close(a, b, dtype)
+    _close(
+        kernels.measure(device_grads, got, table, **options),
+        reference.measure(grads, want, table, **options),
+        dtype,
+        roundings=2,
+    )
     # From here on the same bits on both sides: a 16-bit momentum may have rounded either way.
     got = [m.to(device) for m in want]
     factors = torch.linspace(0.5, 2, table.pieces)
@@ -160,6 +166,7 @@ def test_reference_agrees_with_plain_arithmetic():
     grads, momenta, flat, table = make_case()
     before = [m.clone() for m in momenta]
     statistics = reference.advance(grads, momenta, table, **OPTIONS)
+    assert torch.equal(reference.measure(grads, momenta, table, **OPTIONS), statistics)
     directions = []
     for g, old, new in zip(grads, before, momenta, strict=True):
         torch.testing.assert_close(new, 0.9 * old + 0.1 * g, rtol=1e-6, atol=1e-6)

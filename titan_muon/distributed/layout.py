@@ -9,6 +9,7 @@ order in which they lie in the local tensor. A strided shard holds several inter
 import sys
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
@@ -16,7 +17,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Cut", "Layout", "is_dtensor", "layout_of", "local_region"]
+__all__ = [
+    "Cut",
+    "Layout",
+    "is_dtensor",
+    "layout_of",
+    "local_region",
+    "region_shape",
+    "shard_sizes",
+]
 
 Interval = tuple[int, int]
 Region = tuple[tuple[Interval, ...], ...]
@@ -139,6 +148,19 @@ def local_region(layout: Layout, coordinate: tuple[int, ...]) -> Region:
 def region_shape(region: Region) -> tuple[int, ...]:
     """Return the shape of the local tensor that holds a region."""
     return tuple(sum(stop - start for start, stop in dim) for dim in region)
+
+
+@lru_cache(maxsize=1 << 12)
+def shard_sizes(layout: Layout) -> frozenset[int]:
+    """Return the numbers of elements that ranks hold."""
+    sizes = {1}
+    for dim in range(len(layout.shape)):
+        cutting = [cut.dim == dim for cut in layout.cuts]
+        axes = [range(n if cuts else 1) for n, cuts in zip(layout.mesh_shape, cutting, strict=True)]
+        regions = {local_region(layout, coordinate)[dim] for coordinate in product(*axes)}
+        lengths = {sum(stop - start for start, stop in region) for region in regions}
+        sizes = {size * length for size in sizes for length in lengths}
+    return frozenset(sizes)
 
 
 def _cut_intervals(

@@ -71,6 +71,7 @@ class PieceTable:
         self.rows = tuple(_joined(row) for row in rows)
         self.pieces = pieces
         self._on: dict[torch.device, DeviceTable] = {}
+        self._parts: dict[tuple[int, ...], PieceTable] = {}
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -81,6 +82,18 @@ class PieceTable:
         if device not in self._on:
             self._on[device] = DeviceTable(self, device)
         return self._on[device]
+
+    def part(self, tensors: tuple[int, ...]) -> "PieceTable":
+        """Return the segments of some tensors, which are numbered from 0 there; made once.
+
+        Args:
+            tensors: Indices of tensors, in the order of their new numbers.
+        """
+        if tensors not in self._parts:
+            number = {tensor: place for place, tensor in enumerate(tensors)}
+            rows = [r._replace(tensor=number[r.tensor]) for r in self.rows if r.tensor in number]
+            self._parts[tensors] = PieceTable(rows, self.pieces)
+        return self._parts[tensors]
 
     @cached_property
     def tensors(self) -> tuple[int, ...]:

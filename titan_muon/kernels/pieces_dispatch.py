@@ -19,6 +19,8 @@ class PieceOperations:
     FUSES_NORM: bool
     advance = staticmethod(pieces_reference.advance)
     emit = staticmethod(pieces_reference.emit)
+    measure = staticmethod(pieces_reference.measure)
+    merge = staticmethod(pieces_reference.merge)
     statistics = staticmethod(pieces_reference.statistics)
     copy_to_flat = staticmethod(pieces_reference.copy_to_flat)
     copy_to_tensors = staticmethod(pieces_reference.copy_to_tensors)

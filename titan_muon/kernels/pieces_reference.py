@@ -7,7 +7,16 @@ from torch import Tensor
 
 from titan_muon.kernels.pieces import PieceTable, Row
 
-__all__ = ["advance", "copy_to_flat", "copy_to_tensors", "emit", "statistics", "write"]
+__all__ = [
+    "advance",
+    "copy_to_flat",
+    "copy_to_tensors",
+    "emit",
+    "measure",
+    "merge",
+    "statistics",
+    "write",
+]
 
 
 # Whether directions are divided by their norm as they are emitted, in the dtype of the iteration.
@@ -40,13 +49,30 @@ def advance(
     Returns:
         (pieces, 2): largest magnitude and sum of squares of the direction of each piece.
     """
-    result = _no_statistics(table, momenta[0])
+    result = _no_statistics(table, momenta[table.tensors[0]])
     for row in table.rows:
         m, g = (_tensor_view(ts[row.tensor], row) for ts in (momenta, grads))
         wide = _signed(g, m, sign)
         advanced = torch.lerp(m.to(wide.dtype), wide, 1 - momentum).to(m.dtype)
         m.copy_(advanced if keep is None else torch.where(keep.to(m.device) > 0, advanced, m))
         _measure(result, row.piece, _direction(wide, m, momentum, nesterov))
+    return result
+
+
+def measure(
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    table: PieceTable,
+    *,
+    momentum: float,
+    nesterov: bool,
+    sign: float,
+) -> Tensor:
+    """Measure directions as :func:`advance` does, of EMAs that are advanced already."""
+    result = _no_statistics(table, momenta[table.tensors[0]])
+    for row in table.rows:
+        m, g = (_tensor_view(ts[row.tensor], row) for ts in (momenta, grads))
+        _measure(result, row.piece, _direction(_signed(g, m, sign), m, momentum, nesterov))
     return result
 
 
@@ -123,6 +149,22 @@ def copy_to_tensors(
         if keep is not None:
             value = torch.where(keep[row.piece].to(view.device) > 0, value.to(view.dtype), view)
         view.copy_(value)
+
+
+def merge(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], table: PieceTable, keep: Tensor
+) -> None:
+    """Copy every segment from one list of tensors to the same place in another, where kept.
+
+    Args:
+        sources: Not modified.
+        targets: Of the same shapes and dtypes; modified.
+        table: Its flat side is not used.
+        keep: (pieces,): where it is 0 the target stays as it is.
+    """
+    for row in table.rows:
+        old, new = (_tensor_view(ts[row.tensor], row) for ts in (targets, sources))
+        old.copy_(torch.where(keep[row.piece].to(old.device) > 0, new, old))
 
 
 def write(

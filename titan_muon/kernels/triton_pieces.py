@@ -14,7 +14,19 @@ from torch import Tensor
 
 from titan_muon.kernels.pieces import TILE, PieceTable, TensorList, TileClass
 
-__all__ = ["advance", "copy_to_flat", "copy_to_tensors", "emit", "statistics", "write"]
+# Runs only where some ranks lack a gradient.
+from titan_muon.kernels.pieces_reference import merge
+
+__all__ = [
+    "advance",
+    "copy_to_flat",
+    "copy_to_tensors",
+    "emit",
+    "measure",
+    "merge",
+    "statistics",
+    "write",
+]
 
 # One pass less over every matrix; see ``pieces_reference``.
 FUSES_NORM = True
@@ -63,7 +75,7 @@ def _store_statistics(partial, slot, value, inside):
 @triton.jit
 def _advance_kernel(
     grads, momenta, grad_like, momentum_like, partial, keep, tiles, segments, momentum, sign,
-    NESTEROV: tl.constexpr, KEEP: tl.constexpr,
+    ADVANCE: tl.constexpr, NESTEROV: tl.constexpr, KEEP: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     tensor, _, slot, offset, _, inside = _tile(tiles, segments, COLUMNS, ROWS, ALIGNED)
@@ -71,13 +83,14 @@ def _advance_kernel(
     pointer = _pointer(momenta, tensor, momentum_like, ALIGNED) + offset
     m = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
     g = g.to(tl.float32) * sign
-    # What later passes will read is the stored value, so measure that one.
-    stored = (m + (1.0 - momentum) * (g - m)).to(momentum_like.dtype.element_ty)
-    written = inside
-    if KEEP:
-        written = tl.where(tl.load(keep) > 0, inside, False)
-    tl.store(pointer, stored, mask=written)
-    m = stored.to(tl.float32)
+    if ADVANCE:
+        # What later passes will read is the stored value, so measure that one.
+        stored = (m + (1.0 - momentum) * (g - m)).to(momentum_like.dtype.element_ty)
+        written = inside
+        if KEEP:
+            written = tl.where(tl.load(keep) > 0, inside, False)
+        tl.store(pointer, stored, mask=written)
+        m = stored.to(tl.float32)
     direction = g + momentum * (m - g) if NESTEROV else m
     _store_statistics(partial, slot, direction, inside)
 
@@ -169,15 +182,15 @@ def advance(
     momentum: float, nesterov: bool, sign: float, keep: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See ``pieces_reference.advance``; all gradients of one dtype, all momenta of one dtype."""
-    device = momenta[0].device
-    on, partial = table.on(device), _partials(table, device)
-    g, m = _pointers(grads, table), _pointers(momenta, table)
-    for tiles in on.classes:
-        _advance_kernel[(len(tiles.tiles),)](
-            g.table, m.table, g.like, m.like, partial, keep, tiles.tiles, on.segments,
-            momentum, sign, NESTEROV=nesterov, KEEP=keep is not None, **_shape(tiles, g, m),
-        )  # fmt: skip
-    return _reduce(partial, table, device)
+    return _advance(grads, momenta, table, keep, True, momentum, nesterov, sign)
+
+
+def measure(
+    grads: Sequence[Tensor], momenta: Sequence[Tensor], table: PieceTable, *,
+    momentum: float, nesterov: bool, sign: float,
+) -> Tensor:  # fmt: skip
+    """See ``pieces_reference.measure``; all gradients of one dtype, all momenta of one dtype."""
+    return _advance(grads, momenta, table, None, False, momentum, nesterov, sign)
 
 
 def emit(
@@ -232,6 +245,22 @@ def write(
             LR_TENSOR=isinstance(lr, Tensor), CAUTIOUS=cautious, KEEP=keep is not None,
             **_shape(tiles, p),
         )  # fmt: skip
+
+
+def _advance(
+    grads: Sequence[Tensor], momenta: Sequence[Tensor], table: PieceTable, keep: Tensor | None,
+    advance: bool, momentum: float, nesterov: bool, sign: float,
+) -> Tensor:  # fmt: skip
+    device = momenta[table.tensors[0]].device
+    on, partial = table.on(device), _partials(table, device)
+    g, m = _pointers(grads, table), _pointers(momenta, table)
+    for tiles in on.classes:
+        _advance_kernel[(len(tiles.tiles),)](
+            g.table, m.table, g.like, m.like, partial, keep, tiles.tiles, on.segments,
+            momentum, sign,
+            ADVANCE=advance, NESTEROV=nesterov, KEEP=keep is not None, **_shape(tiles, g, m),
+        )  # fmt: skip
+    return _reduce(partial, table, device)
 
 
 def _copy(

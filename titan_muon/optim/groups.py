@@ -8,6 +8,7 @@ from torch import Tensor
 from titan_muon.distributed.matrices import MatrixRule, matrix_rule
 from titan_muon.optim.algorithms import check_options, get_algorithm
 from titan_muon.optim.options import check_values
+from titan_muon.optim.state_tensors import check_state_fits
 from titan_muon.orthogonalization import resolve_schedule
 
 __all__ = ["complete_group", "group_names", "matrix_rules"]
@@ -79,7 +80,9 @@ def matrix_rules(group: Mapping[str, Any], where: str) -> list[MatrixRule | None
 
     Raises:
         TypeError: A parameter is complex or not floating point.
-        ValueError: A parameter has fewer than two dims, or the split does not fit its rows.
+        ValueError: A parameter has fewer than two dims, the split does not fit its rows, or a
+            shard does not fit the blocks of a quantised state.
+        ImportError: Quantised state without torchao.
     """
     is_matrix = get_algorithm(group["algorithm"]).is_matrix
     rules: list[MatrixRule | None] = []
@@ -90,6 +93,8 @@ def matrix_rules(group: Mapping[str, Any], where: str) -> list[MatrixRule | None
                 f"{label}: dtype {param.dtype} cannot be optimized; use float16, bfloat16, float32 "
                 "or float64"
             )
+        if "state_dtype" in group:
+            check_state_fits(param, group["state_dtype"], label)
         rules.append(
             matrix_rule(param.shape, flatten=group["flatten"], split=group["split"], name=label)
             if is_matrix

@@ -1,15 +1,17 @@
 """Parameters that are computed alike: same param group, same dtypes."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from titan_muon.distributed.tensors import local_of
 from titan_muon.kernels.pieces import TensorList
-from titan_muon.kernels.pieces_dispatch import select_piece_operations
+from titan_muon.kernels.pieces_dispatch import PieceOperations, select_piece_operations
 from titan_muon.optim.members import Member
+from titan_muon.optim.staging import StagedOperations
+from titan_muon.optim.state_tensors import arithmetic_dtype
 
 __all__ = ["Kind", "number_kinds"]
 
@@ -18,7 +20,10 @@ def number_kinds(members: Sequence[Member]) -> list[int]:
     """Number the members so that equal numbers mean equal param group and dtypes."""
     numbers: dict[tuple[Any, ...], int] = {}
     return [
-        numbers.setdefault((id(m.group), *m.dtypes(), m.channels), len(numbers)) for m in members
+        numbers.setdefault(
+            (id(m.group), *m.dtypes(), m.channels, m.quantized_as, m.is_staged), len(numbers)
+        )
+        for m in members
     ]
 
 
@@ -34,7 +39,11 @@ class Kind:
     def __init__(self, member: Member, members: Sequence[Member], device: torch.device) -> None:
         self.group, self.algorithm, self.channels = member.group, member.algorithm, member.channels
         self.ops = select_piece_operations(device, member.dtypes())
-        self.state_dtype = member.momentum.dtype
+        self._staged: StagedOperations | None = None
+        if member.is_staged:
+            self._staged = StagedOperations(self.ops, device, self.group["max_stage_bytes"])
+            self.ops = cast(PieceOperations, self._staged)
+        self.state_dtype = arithmetic_dtype(member.momentum)
         self.wide = torch.promote_types(member.param.dtype, torch.float32)
         self._device = device
         # By channel; tables of a kind never touch the tensors of another.
@@ -45,6 +54,11 @@ class Kind:
             )
             for spec in self.channels
         ]
+
+    def finish(self) -> None:
+        """End a step: what travels to the host has arrived there."""
+        if self._staged is not None:
+            self._staged.finish()
 
     def dtype(self, channel: int) -> torch.dtype:
         """Return the dtype in which a channel travels."""

@@ -13,6 +13,7 @@ from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.groups import complete_group, group_names, matrix_rules
 from titan_muon.optim.options import from_saved
 from titan_muon.optim.state import create_state
+from titan_muon.optim.state_tensors import copy_state
 
 __all__ = ["GroupLoad", "apply_load", "prepare_load"]
 
@@ -93,7 +94,7 @@ def apply_load(load: GroupLoad, live: dict[Tensor, Any]) -> None:
     for param, state, saved in zip(load.group["params"], load.states, load.saved, strict=True):
         live[param] = state
         for key, target in state.items():
-            target.copy_(torch.as_tensor(saved[key]))
+            copy_state(target, torch.as_tensor(saved[key]))
 
 
 def _prepare_group(

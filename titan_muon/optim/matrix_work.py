@@ -207,10 +207,12 @@ class MatrixWork:
                 continue
             kind.ops.write(shards.params, flat, table, factors, **kind.write_options(), keep=keep)
             if keep is not None and shards.flags is not None:
-                shards.gradients.commit(table, keep)
+                shards.gradients.commit(table, keep, kind.ops)
 
     def finish(self) -> None:
         """Write back what had to be copied, and let go of the step's tensors."""
+        for kind in self._kinds.values():
+            kind.finish()
         self.shards.restore()
         self._shards = None
 

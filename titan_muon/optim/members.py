@@ -11,9 +11,11 @@ from titan_muon.distributed.matrices import MatrixRule, block_rows
 from titan_muon.distributed.plan import Channel, PlanParam
 from titan_muon.distributed.tensors import compute_device, local_gradient, local_of
 from titan_muon.kernels.pieces import PieceTable, TensorList
+from titan_muon.kernels.pieces_dispatch import PieceOperations
 from titan_muon.optim.algorithms.base import MatrixAlgorithm, get_algorithm
 from titan_muon.optim.matrix_math import matrix_cost
 from titan_muon.optim.state import MOMENTUM
+from titan_muon.optim.state_tensors import arithmetic_dtype, clone_state, quantized_as
 
 __all__ = ["Gradients", "Member"]
 
@@ -55,17 +57,27 @@ class Member:
     def plan_param(self, kind: int) -> PlanParam:
         """Return what the planner knows of the parameter."""
         sizes = [sum(r.count for r in ranges) for ranges in block_rows(self.rule)]
-        device, dtype = compute_device(self.param), self.state[MOMENTUM].dtype
+        device, dtype = compute_device(self.param), arithmetic_dtype(self.momentum)
         columns, algorithm = self.rule.stack[2], self.algorithm
         costs = [matrix_cost(n, columns, algorithm, self.group, device, dtype) for n in sizes]
         flops, memory = zip(*costs, strict=True)
         return PlanParam(self.name, self.layout, self.rule, kind, self.channels, flops, memory)
 
     def dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes of weight and state; offloading adds one that no kernel takes."""
-        found = [self.param.dtype, *(t.dtype for t in self.state.values())]
+        """Return the dtypes of weight and state, of quantised state that of its values."""
+        state = [arithmetic_dtype(local_of(t)) for t in self.state.values()]
+        return [self.param.dtype, *state]
+
+    @property
+    def quantized_as(self) -> str | None:
+        """Format of the state, the same on every rank, even on one with an empty shard."""
+        return quantized_as(self.param, self.group["state_dtype"])
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether no kernel can work on weight and state as they lie."""
         offloaded = local_of(self.param).device != compute_device(self.param)
-        return [*found, torch.float64] if offloaded else found
+        return offloaded or self.quantized_as is not None
 
     def shard(self) -> Tensor:
         """Return the local weights, contiguous: a copy where they are not, see :meth:`restore`."""
@@ -97,16 +109,16 @@ class Gradients:
         self._live = [member.momentum for member in members]
         self._missing = {i for i, grad in enumerate(found) if grad is None}
         self.momenta = TensorList(
-            momentum.clone() if grad is None else momentum
+            clone_state(momentum) if grad is None else momentum
             for grad, momentum in zip(found, self._live, strict=True)
         )
         grads = [
-            torch.zeros_like(momentum) if grad is None else grad.contiguous()
+            _zeros(momentum) if grad is None else grad.contiguous()
             for grad, momentum in zip(found, self._live, strict=True)
         ]
         if len({grad.dtype for grad in grads}) > 1:
             # Kernels take one dtype; the EMA's is the one in which gradients end anyway.
-            grads = [g.to(m.dtype) for g, m in zip(grads, self._live, strict=True)]
+            grads = [g.to(arithmetic_dtype(m)) for g, m in zip(grads, self._live, strict=True)]
         self.grads = TensorList(grads)
 
     @property
@@ -125,25 +137,24 @@ class Gradients:
         present = [float(i not in self._missing) for i in range(len(self.grads))]
         return torch.tensor(present).to(device)
 
-    def commit(self, table: PieceTable, keep: Tensor) -> None:
+    def commit(self, table: PieceTable, keep: Tensor, ops: PieceOperations) -> None:
         """Take over the advanced momentum of missing gradients where some rank had one.
 
         Args:
             table: Segments on the tensor side.
             keep: (pieces,), 1 where some rank had a gradient.
+            ops: Operations of the kind whose table it is.
         """
-        for row in table.rows:
-            if row.tensor in self._missing:
-                live, moved = (
-                    t.as_strided(
-                        (row.rows, row.columns),
-                        (row.tensor_stride, 1),
-                        t.storage_offset() + row.tensor_offset,
-                    )
-                    for t in (self._live[row.tensor], self.momenta[row.tensor])
-                )
-                live.copy_(torch.where(keep[row.piece].to(live.device) > 0, moved, live))
+        missing = tuple(i for i in table.tensors if i in self._missing)
+        if missing:
+            moved, live = ([ts[i] for i in missing] for ts in (self.momenta, self._live))
+            ops.merge(moved, live, table.part(missing), keep)
+
+
+def _zeros(momentum: Tensor) -> Tensor:
+    dtype = arithmetic_dtype(momentum)
+    return torch.zeros(momentum.shape, dtype=dtype, device=momentum.device)
 
 
 def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return str(arithmetic_dtype(local_of(tensor))).removeprefix("torch.")

@@ -13,6 +13,7 @@ from titan_muon.distributed.matrices import MatrixRule
 from titan_muon.distributed.tensors import local_gradient, local_of
 from titan_muon.optim.algorithms import check_options, get_algorithm
 from titan_muon.optim.algorithms.base import ElementwiseAlgorithm
+from titan_muon.optim.elements import in_chunks
 from titan_muon.optim.groups import complete_group, group_names, matrix_rules
 from titan_muon.optim.loading import apply_load, prepare_load
 from titan_muon.optim.nonfinite import Guard, check_alike
@@ -133,6 +134,7 @@ class Muon(Optimizer):
                     grads.append(grad)
             if params:
                 step = algorithm.step if take is None else partial(algorithm.step_if, take)
+                step = in_chunks(step, conditional=take is not None)
                 step = self.observer.elements(step, params)
                 step(
                     [local_of(p) for p in params],

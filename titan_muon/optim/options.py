@@ -15,6 +15,7 @@ __all__ = [
     "MATRIX_OPTIONS",
     "PP_BETA",
     "PP_ITERATIONS",
+    "QUANTIZED",
     "Option",
     "check_values",
     "from_saved",
@@ -155,7 +156,12 @@ def from_saved(value: Any) -> Any:
 
 
 def resolve_state_dtype(state_dtype: str, param_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a state tensor; ``auto`` is float32, float64 for float64 parameters."""
+    """Return the dtype in which a step reads and writes state: float32 where it is quantised.
+
+    ``auto`` is float32, float64 for float64 parameters.
+    """
+    if state_dtype in QUANTIZED:
+        return torch.float32
     if state_dtype == "auto":
         return torch.float64 if param_dtype == torch.float64 else torch.float32
     return getattr(torch, state_dtype)
@@ -163,7 +169,8 @@ def resolve_state_dtype(state_dtype: str, param_dtype: torch.dtype) -> torch.dty
 
 ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped", "match_param_rms", "none")
 NS_DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
-STATE_DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZED = ("int8", "int4", "float8")
+STATE_DTYPES = ("auto", "float32", "bfloat16", *QUANTIZED)
 
 COMMON_OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, "a number >= 0 or a 0-d float tensor", _lr, "learning rate"),

@@ -14,6 +14,7 @@ from titan_muon.optim.algorithms.base import (
     get_algorithm,
 )
 from titan_muon.optim.options import resolve_state_dtype, to_saved
+from titan_muon.optim.state_tensors import new_state
 
 __all__ = ["MOMENTUM", "create_state", "saved_groups"]
 
@@ -37,21 +38,16 @@ def create_state(
         return algorithm.create_state(param, group)
     if not isinstance(algorithm, MatrixAlgorithm) or rule is None:
         raise AssertionError(f"{algorithm.name} without a matrix rule")
-    dtype = resolve_state_dtype(group["state_dtype"], param.dtype)
-    rows_dtype = torch.promote_types(dtype, torch.float32)
-    state = {MOMENTUM: _zeros_like(param, dtype)}
+    state_dtype = group["state_dtype"]
+    rows_dtype = torch.promote_types(resolve_state_dtype(state_dtype, param.dtype), torch.float32)
+    state = {MOMENTUM: new_state(param, state_dtype)}
     for buffer in algorithm.buffers:
         state[buffer.name] = (
-            zeros_by_row(param, row_shape(rule), rows_dtype)
+            zeros_by_row(param, row_shape(rule), rows_dtype).detach()
             if buffer.like == "rows"
-            else _zeros_like(param, dtype)
+            else new_state(param, state_dtype, signed=buffer.signed)
         )
-    return {key: value.detach() for key, value in state.items()}
-
-
-def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    # Contiguous whatever the strides of the weight: rectangles are cut out of flat shards.
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+    return state
 
 
 def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ class AdaMuonAlgorithm(MatrixAlgorithm):
     name = "adamuon"
     title = "AdaMuon"
     options = {**MATRIX_OPTIONS, "beta2": BETA2}
-    buffers = (Buffer("second_moment_buffer", "grad"),)
+    buffers = (Buffer("second_moment_buffer", "grad", signed=False),)
 
     def orthogonalize(self, directions: Tensor, polar: Polar, options: Mapping[str, Any]) -> Tensor:
         """Return the orthogonalized signs of ``directions`` (B, M, N)."""

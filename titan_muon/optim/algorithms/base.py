@@ -33,10 +33,12 @@ class Buffer:
     Args:
         name: Key in the optimizer state, and so in checkpoints.
         like: ``"grad"``: the parameter's shape; ``"rows"``: one value a row, ``(..., M, 1)``.
+        signed: Whether values may be negative. Quantised state has twice the levels where not.
     """
 
     name: str
     like: Literal["grad", "rows"]
+    signed: bool = True
 
     @property
     def by_row(self) -> bool:

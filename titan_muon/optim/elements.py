@@ -1,0 +1,135 @@
+"""Elementwise algorithms on shards that their kernels do not take as they are.
+
+Torch's kernels want one dtype. Where weight, gradient and state differ in theirs, or state is
+quantised, the kernel runs on float32 copies (float64 for float64 weights) of at most ``CHUNK``
+elements at a time, and the result is stored.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_muon.optim.loans import Loan, Transfers
+from titan_muon.optim.observer import ElementwiseStep
+from titan_muon.optim.state_tensors import is_quantized, section
+
+__all__ = ["in_chunks"]
+
+# 64 MiB a tensor; a multiple of every block of quantised state.
+CHUNK = 1 << 24
+
+
+def in_chunks(step: ElementwiseStep, *, conditional: bool) -> ElementwiseStep:
+    """Return a step that also takes shards of mixed dtypes and quantised state.
+
+    Args:
+        step: Takes shards, gradients, states and the group, all shards and states of one dtype.
+        conditional: Whether the step may turn out to change nothing.
+    """
+
+    def run(
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        group: Mapping[str, Any],
+    ) -> None:
+        shards = [_Shard(*parts) for parts in zip(params, grads, states, strict=True)]
+        direct = [shard for shard in shards if shard.is_uniform]
+        if direct:
+            own = [s.state for s in direct]
+            step([s.param for s in direct], [s.grad for s in direct], own, group)
+        staged: dict[tuple[Any, ...], list[_Shard]] = {}
+        for shard in shards:
+            if not shard.is_uniform:
+                staged.setdefault(shard.kind, []).append(shard)
+        for alike in staged.values():
+            for sections in _cut(alike):
+                _step_sections(step, sections, group, conditional=conditional)
+            for shard in alike:
+                shard.restore()
+
+    return run
+
+
+class _Shard:
+    """One parameter's local tensors, flat.
+
+    Args:
+        param, grad: Local tensors of one shape.
+        state: Local tensors of that shape, and 0-d ones.
+    """
+
+    def __init__(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> None:
+        self.param, self.grad, self.state = param, grad, state
+        self.sliced = [
+            key for key, t in state.items() if t.shape == param.shape and (t.ndim or key != "step")
+        ]
+        tensors = [param, grad, *(state[key] for key in self.sliced)]
+        quantized = [is_quantized(t) for t in tensors]
+        self.is_uniform = not any(quantized) and len({t.dtype for t in tensors}) == 1
+        self.kind = *(t.dtype for t in tensors), *quantized, *self.sliced
+        self._live = [param, *(state[key] for key in self.sliced)]
+        if not self.is_uniform:
+            self.flat = [t.view(-1) if t.is_contiguous() else t.reshape(-1) for t in self._live]
+            self.flat_grad = grad.reshape(-1)
+            # Each chunk of a shard takes the same step.
+            self.before = {k: t.clone() for k, t in state.items() if k not in self.sliced}
+
+    def restore(self) -> None:
+        """Write back what had to be copied."""
+        for live, flat in zip(self._live, self.flat, strict=True):
+            if not live.is_contiguous():
+                live.copy_(flat.view(live.shape))
+
+
+class _Section(NamedTuple):
+    shard: _Shard
+    start: int
+    stop: int
+
+
+def _cut(shards: Sequence[_Shard]) -> Iterator[list[_Section]]:
+    """Cut shards into chunks of at most ``CHUNK`` elements."""
+    chunk: list[_Section] = []
+    used = 0
+    for shard in shards:
+        size = shard.param.numel()
+        for start in range(0, max(size, 1), CHUNK):
+            stop = min(start + CHUNK, size)
+            if chunk and used + stop - start > CHUNK:
+                yield chunk
+                chunk, used = [], 0
+            chunk.append(_Section(shard, start, stop))
+            used += stop - start
+    yield chunk
+
+
+def _step_sections(
+    step: ElementwiseStep,
+    sections: Sequence[_Section],
+    group: Mapping[str, Any],
+    *,
+    conditional: bool,
+) -> None:
+    first = sections[0].shard
+    transfers = Transfers(first.param.device)
+    work = torch.float64 if first.param.dtype == torch.float64 else torch.float32
+    lent = []
+    for number in range(len(first.flat)):
+        parts = [section(s.flat[number], start, stop) for s, start, stop in sections]
+        lent.append(Loan(parts, transfers, work))
+    grads = Loan([s.flat_grad[start:stop] for s, start, stop in sections], transfers, work)
+    for loan in (*lent, grads):
+        loan.open()
+    states = []
+    for place, (shard, start, _) in enumerate(sections):
+        for key, value in shard.before.items() if start else ():
+            shard.state[key].copy_(value)
+        whole = {key: shard.state[key] for key in shard.before}
+        values = zip(shard.sliced, lent[1:], strict=True)
+        states.append({**whole, **{key: loan.work[place] for key, loan in values}})
+    step(lent[0].work, grads.work, states, group)
+    for loan in lent:
+        loan.store(only_changed=conditional)

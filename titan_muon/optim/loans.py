@@ -1,0 +1,158 @@
+"""Shards fetched for one operation, and stored again."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from titan_muon.optim.state_tensors import decode, encode, is_quantized, stored
+
+__all__ = ["Loan", "Transfers"]
+
+
+class Transfers:
+    """Copies between the host and a device, beside what the device computes.
+
+    Args:
+        device: Where tensors are worked on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams: tuple[Any, Any] | None = None
+
+    def begin(self) -> None:
+        """Start a pass over tensors: what an earlier one sent to the host arrives before."""
+        if self._streams is not None:
+            fetching, storing = self._streams
+            fetching.wait_stream(storing)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors on the device, themselves where they lie there; see :meth:`wait`."""
+        if all(tensor.device == self.device for tensor in tensors):
+            return list(tensors)
+        if self.device.type != "cuda":
+            return [tensor.to(self.device) for tensor in tensors]
+        fetching, _ = self._both()
+        with torch.cuda.stream(fetching):
+            return [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+
+    def wait(self, fetched: Sequence[Tensor]) -> None:
+        """Let the current stream wait for what was fetched."""
+        if self._streams is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._streams[0])
+            for tensor in fetched:
+                tensor.record_stream(current)
+
+    def store(self, values: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy values to where their tensors lie."""
+        if self._streams is None or all(t.device == self.device for t in targets):
+            torch._foreach_copy_(list(targets), list(values))
+            return
+        _, storing = self._streams
+        storing.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(storing):
+            for value, target in zip(values, targets, strict=True):
+                target.copy_(value, non_blocking=True)
+                value.record_stream(storing)
+
+    def finish(self) -> None:
+        """Let the host wait until everything has arrived."""
+        if self._streams is not None:
+            self._streams[1].synchronize()
+
+    def _both(self) -> tuple[Any, Any]:
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+            # What was written before the first step is there.
+            for stream in self._streams:
+                stream.wait_stream(torch.cuda.current_stream(self.device))
+        return self._streams
+
+
+class Loan:
+    """Some tensors of one kind as an operation can work on them.
+
+    Args:
+        tensors: Local tensors, all quantised in one way or none.
+        transfers: Between where they lie and where they are worked on.
+        dtype: Dtype in which they are worked on; None for their own, float32 where quantised.
+
+    Attributes:
+        work: What operations work on, once :meth:`open` was called: the tensors themselves where
+            that is possible.
+        rounds: Whether storing rounds.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], transfers: Transfers, dtype: torch.dtype | None = None
+    ) -> None:
+        self.work: Sequence[Tensor] = tensors
+        self.rounds = is_quantized(tensors[0])
+        self._tensors, self._transfers, self._dtype = tensors, transfers, dtype
+        self._parts = [part for tensor in tensors for part in stored(tensor)]
+        self._fetched = transfers.fetch(self._parts)
+        self._encoded: tuple[Tensor, Tensor] | None = None
+
+    def open(self) -> None:
+        """Make ``work`` ready on the current stream."""
+        self._transfers.wait(self._fetched)
+        self.work = self._decoded(self._fetched) if self.rounds else self._fetched
+        if self._dtype is not None:
+            self.work = [tensor.to(self._dtype) for tensor in self.work]
+
+    def store(self, *, only_changed: bool = False) -> None:
+        """Store ``work`` in the tensors.
+
+        Args:
+            only_changed: Keep the bits of quantised blocks in which no value has changed; encoding
+                is not the inverse of decoding.
+        """
+        if not self.rounds:
+            pairs = zip(self.work, self._tensors, strict=True)
+            moved = [(w, t) for w, t in pairs if w is not t]
+            if moved:
+                self._transfers.store(*map(list, zip(*moved, strict=True)))
+            return
+        values = self._flat(self.work)
+        if values.dtype != torch.float32:
+            values = values.float()
+        codes, scales = encode(self._tensors, values)
+        if only_changed:
+            codes, scales = self._where_changed(values, codes, scales)
+        self._encoded = codes, scales
+        sizes = [part.numel() for part in self._parts]
+        split = zip(codes.split(sizes[::2]), scales.split(sizes[1::2]), strict=True)
+        pieces = [piece for pair in split for piece in pair]
+        shaped = [p.view(part.shape) for p, part in zip(pieces, self._parts, strict=True)]
+        self._transfers.store(shaped, self._parts)
+
+    def stored(self) -> list[Tensor]:
+        """Return the values as they were stored, after :meth:`store`."""
+        if self._encoded is None:
+            raise AssertionError("nothing has been stored")
+        return self._decoded(self._encoded)
+
+    def _decoded(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        pairs = [cast(Any, tuple(parts[i : i + 2])) for i in range(0, len(parts), 2)]
+        return decode(self._tensors, pairs)
+
+    def _flat(self, work: Sequence[Tensor]) -> Tensor:
+        """Return the one tensor that decoded values are views of."""
+        count = sum(tensor.numel() for tensor in work)
+        return work[0].as_strided((count,), (1,), 0)
+
+    def _where_changed(
+        self, values: Tensor, codes: Tensor, scales: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        before = self._flat(self._decoded(self._fetched))
+        changed = (values != before).view(len(scales), -1).any(dim=1)
+        old_codes, old_scales = (
+            torch.cat([part.view(-1) for part in self._fetched[i::2]]) for i in (0, 1)
+        )
+        by_block = torch.where(
+            changed.view(-1, 1), codes.view(len(scales), -1), old_codes.view(len(scales), -1)
+        )
+        return by_block.view(-1), torch.where(changed, scales, old_scales)
