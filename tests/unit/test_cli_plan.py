@@ -345,3 +345,10 @@ def test_real_models_at_their_world_size(args, world_size, matrices, local, bala
     elements = sum(torch.Size(p.shape).numel() for p in travels)
     expected = 2 * 2 * elements / world_size * (1 - 1 / world_size)
     assert plan.bytes_sent == pytest.approx(expected, rel=1e-2)
+
+
+def test_a_tied_weight_counts_once():
+    found = report("--job.config_file", "train_configs/llama3_1b_muon.toml", world_size=2)
+    elementwise = next(g for g in found.groups if g.algorithm == "AdamW")
+    # Embeddings, which are the output head as well, and two norms a layer and the last one.
+    assert elementwise.parameters == 128256 * 2048 + 2048 * (2 * 16 + 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from titan_muon.integration.meta_model import fake_ranks
+from titan_muon.integration.meta_model import fake_ranks, tie
 from titan_muon.integration.toml_place import ConfigError
 
 if TYPE_CHECKING:
@@ -213,7 +213,9 @@ def _parallelized(config: "Trainer.Config", world_size: int, *, first: bool) -> 
         "dump_folder": config.dump_folder,
     }
     if not dims.pp_enabled:
-        return [spec.parallelize_fn(model, **common)]
+        model = spec.parallelize_fn(model, **common)
+        tie(model)
+        return [model]
     if not spec.pipelining_fn:
         raise ConfigError(f"{spec.name} has no pipeline parallelism; leave its degree at 1.")
     _, parts, _, _ = spec.pipelining_fn(

@@ -17,7 +17,7 @@ from titan_muon.integration.fused_weights import fused_splits
 from titan_muon.optim.param_groups import assign
 from titan_muon.orthogonalization import cost, resolve_schedule, work_bytes
 
-__all__ = ["fake_ranks", "meta_model", "plan_model"]
+__all__ = ["fake_ranks", "meta_model", "plan_model", "tie"]
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def meta_model(config: Any, world_size: int) -> nn.Module:
     config.model_spec.model.update_from_config(config=config)
     with torch.device("meta"), utils.set_default_dtype(torch.float32):
         model = config.model_spec.model.build()
-    return config.model_spec.parallelize_fn(
+    model = config.model_spec.parallelize_fn(
         model,
         parallel_dims=dims,
         training=config.training,
@@ -71,6 +71,18 @@ def meta_model(config: Any, world_size: int) -> nn.Module:
         ac_config=config.activation_checkpoint,
         dump_folder=config.dump_folder,
     )
+    tie(model)
+    return model
+
+
+def tie(model: nn.Module) -> None:
+    """Tie embeddings and output head as torchtitan's init_states does; sharding unties them.
+
+    Args:
+        model: Laid out on the meta device. Modified if its config ties the two.
+    """
+    if getattr(model, "enable_weight_tying", False):
+        model.tok_embeddings.weight = model.lm_head.weight
 
 
 def plan_model(
