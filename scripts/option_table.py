@@ -20,6 +20,7 @@ CONFIG_FIELDS = {
     "recipe": "options under these: a name in `configs/` (default: that of `name`), a path or none",
     "adamw": "table: `lr`, `weight_decay`, `betas`, `eps`, `state_dtype` of the other parameters",
     "param_groups": "exceptions to the routing: `pattern`, `name`, any options; first match wins",
+    "momentum_from": "`zeros` or `exp_avg`: where momentum starts if a checkpoint has AdamW's state",
     "split_fused": "q, k, v of torchtitan's fused `wqkv`, gate and up of fused experts one by one",
     "imports": "modules to import first: they register algorithms",
     "options": "table: options of a registered algorithm that are not in the table above",

@@ -13,6 +13,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from tests.helpers.indexed_dataloader import IndexedDataLoader
 from titan_muon.integration import cpu_runtime
+from titan_muon.integration.checkpoint import with_crossing
 from titan_muon.integration.lr_schedule import followed_schedule
 from titan_muon.integration.toml_optimizer import optimizer_config
 
@@ -165,6 +166,7 @@ def run_config(
     config.training.global_batch_size = SAMPLES_PER_STEP
     config.training.local_batch_size = local_batch_size
     config.validator.enable = False
+    config.checkpoint = with_crossing(config.checkpoint)
     config.checkpoint.enable = False
     config.activation_checkpoint = None
     config.debug.seed = SEED

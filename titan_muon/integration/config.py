@@ -12,6 +12,7 @@ import tyro
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from titan_muon.optim.algorithms import Algorithm, check_options, get_algorithm
+from titan_muon.optim.crossing import MOMENTUM_SOURCES, MomentumSource
 from titan_muon.orthogonalization import resolve_schedule
 
 __all__ = ["AdamWConfig", "OptimizerConfig", "import_algorithms"]
@@ -144,6 +145,9 @@ class OptimizerConfig(OptimizersContainer.Config):
     split_fused: bool = True
     """Orthogonalize q, k, v of a fused wqkv and gate, up of fused experts each on its own"""
 
+    momentum_from: MomentumSource = "zeros"
+    """Where a matrix' momentum starts if the checkpoint holds AdamW's state: zeros or exp_avg"""
+
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     """What the unrouted parameters get"""
 
@@ -213,6 +217,11 @@ class OptimizerConfig(OptimizersContainer.Config):
         _check_schedule(_known_to(algorithm, self.given()), where=where)
         rest = self.rest_spec()[0]
         check_options(rest, _set_values(self.adamw), where=_inside(where, "adamw"))
+        if self.momentum_from not in MOMENTUM_SOURCES:
+            raise ValueError(
+                f"{where}: momentum_from = {self.momentum_from!r} is not allowed; use one of "
+                f"{', '.join(map(repr, MOMENTUM_SOURCES))}."
+            )
         if self.optimizer_factory_kwargs_by_name:
             raise ValueError(
                 f"{where}: optimizer_factory_kwargs_by_name belongs to torchtitan's own DistMuon; "
@@ -244,6 +253,7 @@ _OPTION_FIELDS = frozenset(f.name for f in dataclasses.fields(OptimizerConfig)) 
     *(f.name for f in dataclasses.fields(OptimizersContainer.Config)),
     "name",
     "split_fused",
+    "momentum_from",
     "adamw",
     "imports",
     "options",

@@ -74,11 +74,13 @@ class TrainConfigManager(ConfigManager):
             ConfigError: A mistake in a file or a flag.
             SystemExit: tyro printed help, or refused a flag.
         """
+        from titan_muon.integration.checkpoint import with_crossing
         from titan_muon.integration.lr_schedule import followed_schedule
         from titan_muon.integration.metrics import OptimizerMetricsProcessor
 
         config: Any = super().parse_args(args)
         config.lr_scheduler = followed_schedule(config.lr_scheduler)
+        config.checkpoint = with_crossing(config.checkpoint)
         _check_optimizer(config)
         _check_dataset(config)
         if isinstance(config.metrics, OptimizerMetricsProcessor.Config):

@@ -54,6 +54,7 @@ class MuonOptimizersContainer(OptimizersContainer):
         self.optimizers = [optimizer]
         self.metrics = OptimizerMetrics(optimizer)
         self.model_parts = model_parts
+        self.momentum_from = config.momentum_from
         self._schedulers: LRSchedulersContainer | None = None
         self._is_resumed = False
         params = [item.param for item in assignments]

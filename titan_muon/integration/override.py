@@ -5,16 +5,18 @@
 
 from typing import Any
 
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import override
 
+from titan_muon.integration.checkpoint import with_crossing
 from titan_muon.integration.config import OptimizerConfig
 from titan_muon.integration.metrics import OptimizerMetricsProcessor, with_optimizer_metrics
 from titan_muon.integration.toml_optimizer import OptimizerRequest, build_optimizer
 from titan_muon.integration.toml_place import ConfigError, Place
 
-__all__ = ["metrics", "muon"]
+__all__ = ["checkpoint", "metrics", "muon"]
 
 
 @override(target=OptimizersContainer.Config, description="Muon, NorMuon, AdamW or Adam by name")
@@ -33,6 +35,16 @@ def muon(
     """
     place = Place("--override.imports titan_muon.integration.override.muon", "optimizer")
     return build_optimizer(OptimizerRequest(name), options, place, replaced=config)
+
+
+@override(target=CheckpointManager.Config, description="Checkpoints of other algorithms load too")
+def checkpoint(config: CheckpointManager.Config) -> CheckpointManager.Config:
+    """Return the config of a checkpoint manager that loads what another algorithm wrote.
+
+    Args:
+        config: What the registry function and the flags chose; all of it is kept.
+    """
+    return with_crossing(config)
 
 
 @override(target=MetricsProcessor.Config, description="Figures of the optimizer in the metrics")
