@@ -22,6 +22,7 @@ CONFIG_FIELDS = {
     "param_groups": "exceptions to the routing: `pattern`, `name`, any options; first match wins",
     "momentum_from": "`zeros` or `exp_avg`: where momentum starts if a checkpoint has AdamW's state",
     "split_fused": "q, k, v of torchtitan's fused `wqkv`, gate and up of fused experts one by one",
+    "qk_clip_threshold": "MuonClip: largest attention logit of a head that is left alone; see below",
     "imports": "modules to import first: they register algorithms",
     "options": "table: options of a registered algorithm that are not in the table above",
     "implementation": "torchtitan's own; chooses torch's kernel for AdamW and Adam",

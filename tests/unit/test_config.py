@@ -35,7 +35,8 @@ def test_every_option_has_a_field_and_every_field_an_option():
         for key in get_algorithm(name).options
     } - {"fused", "foreach"}
     other = {f.name for f in dataclasses.fields(OptimizersContainer.Config)}
-    other |= {"name", "split_fused", "qk_clip_threshold", "adamw", "imports", "options"}
+    other |= {"name", "split_fused", "momentum_from", "qk_clip_threshold"}
+    other |= {"adamw", "imports", "options"}
     assert {f.name for f in dataclasses.fields(OptimizerConfig)} - other == wanted
     assert {f.name for f in dataclasses.fields(AdamWConfig)} <= set(get_algorithm("adamw").options)
 

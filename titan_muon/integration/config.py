@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -151,6 +152,9 @@ class OptimizerConfig(OptimizersContainer.Config):
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     """What the unrouted parameters get"""
 
+    qk_clip_threshold: float | None = None
+    """MuonClip: shrink query and key weights of heads whose largest attention logit exceeds this"""
+
     imports: list[str] = field(default_factory=list)
     """Modules to import first: they register algorithms"""
 
@@ -215,6 +219,12 @@ class OptimizerConfig(OptimizersContainer.Config):
         algorithm = _algorithm(self.name, where=_inside(where, "name"))
         check_options(algorithm.name, self.given(), where=where)
         _check_schedule(_known_to(algorithm, self.given()), where=where)
+        threshold = self.qk_clip_threshold
+        if threshold is not None and not 0 < threshold < math.inf:
+            raise ValueError(
+                f"{where}: qk_clip_threshold = {threshold} must be a number above 0; leave it out "
+                "to clip nothing."
+            )
         rest = self.rest_spec()[0]
         check_options(rest, _set_values(self.adamw), where=_inside(where, "adamw"))
         if self.momentum_from not in MOMENTUM_SOURCES:
@@ -257,6 +267,7 @@ _OPTION_FIELDS = frozenset(f.name for f in dataclasses.fields(OptimizerConfig)) 
     "adamw",
     "imports",
     "options",
+    "qk_clip_threshold",
 }
 
 

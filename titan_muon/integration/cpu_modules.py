@@ -16,15 +16,19 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
+from titan_muon.integration.max_logits import MaxLogitFlexAttention, MaxLogits
+from titan_muon.optim.qk_clip import observe
+
 _CAUSAL_WINDOW = (-1, 0)
 _DENSE_MASK = "_titan_muon_dense_mask"
 
 
-class DenseMaskAttention(FlexAttention):
+class DenseMaskAttention(MaxLogits, FlexAttention):
     """``scaled_dot_product_attention`` under the dense form of a FlexAttention block mask.
 
     FlexAttention has no backward on a CPU. A subclass, so that torchtitan goes on building the
-    same causal document masks for it.
+    same causal document masks for it. Where largest logits are asked for, the same function is
+    computed step by step, since the kernel keeps its logits to itself.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -74,14 +78,16 @@ class DenseMaskAttention(FlexAttention):
                 raise NotImplementedError(
                     f"attention with {name} does not run on a CPU; train this model on a GPU"
                 )
-        out_BNLH = F.scaled_dot_product_attention(
-            q_BLNH.transpose(1, 2),
-            k_BLNH.transpose(1, 2),
-            v_BLNH.transpose(1, 2),
-            attn_mask=_dense_mask(attention_masks),
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        mask = _dense_mask(attention_masks)
+        max_logits = self.observed()
+        if max_logits is None:
+            out_BNLH = F.scaled_dot_product_attention(
+                q_BNLH, k_BNLH, v_BNLH, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            )
+        else:
+            scale = q_BNLH.shape[-1] ** -0.5 if scale is None else scale
+            out_BNLH = _observed_attention(q_BNLH, k_BNLH, v_BNLH, mask, scale, max_logits)
         return out_BNLH.transpose(1, 2)
 
 
@@ -149,6 +155,7 @@ def replace_modules(model_config: Module.Config) -> list[str]:
 
 _REPLACEMENTS: dict[type[Module.Config], type[Module.Config]] = {
     FlexAttention.Config: DenseMaskAttention.Config,
+    MaxLogitFlexAttention.Config: DenseMaskAttention.Config,
     VarlenAttention.Config: DenseMaskAttention.Config,
     GroupedExperts.Config: FullPrecisionExperts.Config,
 }
@@ -160,6 +167,24 @@ def _refuse_window(fqn: str, node: object) -> None:
             f"{fqn}: window_size = {node.window_size} does not run on a CPU; only "
             f"{_CAUSAL_WINDOW} (causal, no window) does. Train this model on a GPU."
         )
+
+
+def _observed_attention(
+    q_BNLH: torch.Tensor,
+    k_BNLH: torch.Tensor,
+    v_BNLH: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    max_logits: torch.Tensor,
+) -> torch.Tensor:
+    """Attend by separate products and fold the largest logit of each head into ``max_logits``."""
+    shared = q_BNLH.shape[1] // k_BNLH.shape[1]
+    if shared > 1:
+        k_BNLH, v_BNLH = (x.repeat_interleave(shared, dim=1) for x in (k_BNLH, v_BNLH))
+    logits = (scale * q_BNLH @ k_BNLH.mT).masked_fill(~mask, -torch.inf)
+    observe(max_logits, logits)
+    # A query that sees no key gets 0, as from the kernel.
+    return logits.softmax(-1).masked_fill(~mask, 0.0) @ v_BNLH
 
 
 def _dense_mask(mask: BlockMask) -> torch.Tensor:

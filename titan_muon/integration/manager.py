@@ -13,6 +13,8 @@ from titan_muon.optim.options import nearest
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
+    from titan_muon.integration.config import OptimizerConfig
+
 __all__ = ["USAGE", "TrainConfigManager"]
 
 USAGE = """\
@@ -191,7 +193,7 @@ def _check_optimizer(config: Any) -> None:
             from titan_muon.integration.override import muon
 
             # torchtitan applies it when process groups and models exist; a mistake ends here.
-            muon(config.optimizer, **options)
+            _prepare_qk_clip(config, muon(config.optimizer, **options))
     if not isinstance(config.optimizer, OptimizerConfig):
         return
     try:
@@ -200,6 +202,20 @@ def _check_optimizer(config: Any) -> None:
         raise ConfigError(str(error)) from error
     # A flag may have another letter case.
     config.optimizer.name = get_algorithm(config.optimizer.name).title
+    _prepare_qk_clip(config, config.optimizer)
+
+
+def _prepare_qk_clip(config: Any, optimizer: "OptimizerConfig") -> None:
+    """Let the model report its largest logits where the optimizer needs them."""
+    if optimizer.qk_clip_threshold is None:
+        return
+    from titan_muon.integration.max_logits import with_max_logits
+
+    try:
+        where = f"[optimizer] qk_clip_threshold = {optimizer.qk_clip_threshold}"
+        with_max_logits(config.model_spec.model, where)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_dataset(config: Any) -> None:

@@ -1,7 +1,7 @@
 """torchtitan's optimizer container with one titan-muon optimizer for all model parts of a rank."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.options import from_saved
 from titan_muon.optim.param_groups import Assignment, Rule, assign, to_groups
+
+if TYPE_CHECKING:
+    from titan_muon.optim.qk_clip import QKClip
 
 __all__ = ["MuonOptimizersContainer", "assign_all"]
 
@@ -47,12 +50,16 @@ class MuonOptimizersContainer(OptimizersContainer):
         assignments = assign_all(config, model_parts)
         _check_whole_model(config, assignments)
         optimizer = Muon(to_groups(assignments))
-        create_groups(optimizer.rank_sets())
+        self._qk_clip = _qk_clip(config, model_parts)
+        clipped = self._qk_clip.rank_sets() if self._qk_clip else []
+        create_groups([*optimizer.rank_sets(), *clipped])
         if dist.is_initialized() and dist.get_world_size() > 1:
             # All pipeline stages skip a step, or none.
             optimizer.agree_over(dist.group.WORLD)
         self.optimizers = [optimizer]
         self.metrics = OptimizerMetrics(optimizer)
+        if self._qk_clip:
+            self.metrics.add(self._clip_figures)
         self.model_parts = model_parts
         self.momentum_from = config.momentum_from
         self._schedulers: LRSchedulersContainer | None = None
@@ -96,6 +103,12 @@ class MuonOptimizersContainer(OptimizersContainer):
         # Not super().step(): torch may have wrapped both, and hooks would run twice.
         with self.metrics.watching():
             optimizer.step()
+        if self._qk_clip:
+            self._qk_clip.step()
+
+    def _clip_figures(self) -> dict[str, float]:
+        figures = self._qk_clip.figures() if self._qk_clip else {}
+        return {f"optimizer/{name}": value for name, value in figures.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the flat, FQN-keyed state; it exists from construction, so nothing is stepped."""
@@ -162,6 +175,14 @@ def _check_whole_model(config: OptimizerConfig, assignments: Sequence[Assignment
             f"optimizer.name = {name.title!r}, but no parameter of the model goes to the Muon "
             "family; remove the patterns that take all matrices, or use name = 'AdamW'"
         )
+
+
+def _qk_clip(config: OptimizerConfig, model_parts: Sequence[nn.Module]) -> "QKClip | None":
+    if config.qk_clip_threshold is None:
+        return None
+    from titan_muon.integration.qk_clip import attach_qk_clip
+
+    return attach_qk_clip(model_parts, config.qk_clip_threshold)
 
 
 def _nested(optimizer: Muon, flat: Mapping[str, Any]) -> dict[str, Any]:

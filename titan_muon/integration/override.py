@@ -9,14 +9,16 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import override
+from torchtitan.models.common.attention import FlexAttention
 
 from titan_muon.integration.checkpoint import with_crossing
 from titan_muon.integration.config import OptimizerConfig
+from titan_muon.integration.max_logits import reporting
 from titan_muon.integration.metrics import OptimizerMetricsProcessor, with_optimizer_metrics
 from titan_muon.integration.toml_optimizer import OptimizerRequest, build_optimizer
 from titan_muon.integration.toml_place import ConfigError, Place
 
-__all__ = ["checkpoint", "metrics", "muon"]
+__all__ = ["checkpoint", "metrics", "muon", "qk_clip_attention"]
 
 
 @override(target=OptimizersContainer.Config, description="Muon, NorMuon, AdamW or Adam by name")
@@ -67,3 +69,13 @@ def metrics(config: MetricsProcessor.Config, *, optimizer_freq: int) -> MetricsP
     found.optimizer_freq = optimizer_freq
     found.check()
     return found
+
+
+@override(target=FlexAttention.Config, description="FlexAttention that reports its largest logits")
+def qk_clip_attention(config: FlexAttention.Config) -> FlexAttention.Config:
+    """Return attention that ``qk_clip_threshold`` can clip by; titan_muon.train needs no telling.
+
+    Args:
+        config: Any FlexAttention; what is one of this package already comes back as it is.
+    """
+    return reporting(config)
