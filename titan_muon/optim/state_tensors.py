@@ -137,11 +137,16 @@ def _quantized_class(chosen: str) -> Any:
         raise ImportError(
             f"state_dtype = {chosen!r} needs torchao: pip install torchao, or use 'bfloat16'"
         ) from error
-    clone = torch.ops.aten.clone.default
+    aten = torch.ops.aten
 
-    @kind.implements(clone)
+    @kind.implements(aten.clone.default)
     def _(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
         return clone_state(args[0])
+
+    @kind.implements(aten.zeros_like.default)
+    def _(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+        codes, scale = stored(args[0])
+        return _rebuilt(args[0], codes.clone(), torch.zeros_like(scale), args[0].shape)
 
     return kind
 
