@@ -101,7 +101,7 @@ def _matrix_sources(
         fits = key in saved and saved[key].shape == needed[key].shape
         sources[key] = key if fits else None
         if not fits:
-            has = f"has it as {saved[key]}" if key in saved else "has none"
+            has = "has it in another shape" if key in saved else "has none"
             notes.append(f"{key} starts at zero, the checkpoint {has}")
     return sources, notes
 
