@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -351,6 +352,78 @@ def test_state_of_torch_adamw_loads():
             set_gradients([p], step)
             o.step()
     assert torch.equal(twin, w)
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        ({}, "newton_schulz"),
+        ({"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 3}, [(2.0, -1.5, 0.5)] * 3),
+    ],
+)
+def test_state_of_torch_muon_loads_and_goes_on(options, method):
+    (w,) = parameters((4, 6))
+    options = {"lr": 0.05, "weight_decay": 0.2, "momentum": 0.8, **options}
+    reference = torch.optim.Muon([w], **options)
+    for step in range(2):
+        set_gradients([w], step)
+        reference.step()
+    twin = nn.Parameter(w.detach().clone())
+    optimizer = Muon([twin], cautious_weight_decay=False, ns_dtype="float32")
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    group = optimizer.param_groups[0]
+    assert group["adjust_lr_fn"] == "original"
+    assert group["ns_method"] == method
+    assert "ns_coefficients" not in group
+    before = w.detach().clone()
+    for step in (2, 3):
+        for p, o in ((w, reference), (twin, optimizer)):
+            set_gradients([p], step)
+            o.step()
+    momentum = optimizer.state[twin]["momentum_buffer"]
+    # The same mean, by lerp with another rounding of 1 - momentum.
+    expected = reference.state[w]["momentum_buffer"]
+    torch.testing.assert_close(momentum, expected, rtol=1e-6, atol=1e-7)
+    # torch iterates in bfloat16, whose rounding of 4e-3 a step grows over the steps.
+    moved = (w - before).norm()
+    assert ((twin - w).norm() / moved).item() < 5e-2
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:4])
+def test_flat_state_dict_of_torch_round_trips(algorithm):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        return model, Muon(param_groups(model, algorithm), lr=0.1, wire_dtype="float32")
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = build(0)
+    train(optimizer, 2)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    assert {f"state.0.weight.{key}" for key in optimizer.state[model[0].weight]} <= set(flat)
+    # What never enters a checkpoint does not enter this one.
+    hidden = {"wire_dtype", "ns_dtype", "nonfinite", "fused", "foreach", "max_stage_bytes"}
+    assert not {key for key in flat if key.rpartition(".")[2] in hidden}
+    flat = copy.deepcopy(flat)
+    other, loaded = build(1)
+    with torch.no_grad():
+        for p, q in zip(other.parameters(), model.parameters(), strict=True):
+            p.copy_(q)
+    set_optimizer_state_dict(other, loaded, flat, options=options)
+    assert_same(snapshot(loaded), snapshot(optimizer))
+    train(optimizer, 1, first=2)
+    train(loaded, 1, first=2)
+    assert_same(snapshot(loaded), snapshot(optimizer))
+
+
+def test_group_shows_all_keys_but_iterates_over_the_saved_ones():
+    group = _optimizer("muon").param_groups[0]
+    saved = set(_optimizer("muon").state_dict()["param_groups"][0])
+    assert set(iter(group)) == saved
+    assert "ns_dtype" not in saved
+    assert "ns_dtype" in group
+    assert set({**group}) == set(dict(group)) == set(group.keys()) > saved
+    assert dict(copy.deepcopy(group).items())["ns_dtype"] == "auto"
 
 
 def test_copy_of_a_copy_keeps_constructor_options():

@@ -1,6 +1,6 @@
 """From what a user writes to complete param groups."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,10 +11,30 @@ from titan_muon.optim.options import check_values
 from titan_muon.optim.state_tensors import check_state_fits
 from titan_muon.orthogonalization import resolve_schedule
 
-__all__ = ["complete_group", "group_names", "matrix_rules"]
+__all__ = ["ParamGroup", "complete_group", "group_names", "is_saved", "matrix_rules"]
 
 # Keys that torch, schedulers and torchtitan put into groups; no options of ours.
 _FOREIGN = ("params", "param_names", "algorithm", "initial_lr")
+
+
+class ParamGroup(dict[str, Any]):
+    """A param group; iterating over it yields the keys that a state dict holds.
+
+    torch (``StateDictOptions(flatten_optimizer_state_dict=True)``) and torchtitan iterate over the
+    live groups to know what to take from a flat state dict, and fail on keys that are not in it.
+    ``keys()``, ``items()`` and everything else show all keys.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self.keys() if is_saved(self, key))
+
+
+def is_saved(group: Mapping[str, Any], key: str) -> bool:
+    """Whether a key of a complete group belongs to a checkpoint."""
+    if key in _FOREIGN:
+        return True
+    option = get_algorithm(group["algorithm"]).options.get(key)
+    return option is not None and option.saved
 
 
 def complete_group(
@@ -43,7 +63,7 @@ def complete_group(
     chosen = get_algorithm(group.get("algorithm", algorithm))
     explicit = {k: v for k, v in group.items() if k not in _FOREIGN}
     check_options(chosen.name, explicit, where=where)
-    complete = {k: group[k] for k in _FOREIGN if k in group}
+    complete = ParamGroup({k: group[k] for k in _FOREIGN if k in group})
     complete["algorithm"] = chosen.name
     for key, option in chosen.options.items():
         complete[key] = explicit.get(key, given.get(key, option.default))

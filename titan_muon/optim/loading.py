@@ -14,6 +14,7 @@ from titan_muon.optim.groups import complete_group, group_names, matrix_rules
 from titan_muon.optim.options import from_saved
 from titan_muon.optim.state import create_state
 from titan_muon.optim.state_tensors import copy_state
+from titan_muon.orthogonalization import resolve_schedule
 
 __all__ = ["GroupLoad", "apply_load", "prepare_load"]
 
@@ -105,6 +106,7 @@ def _prepare_group(
     given: Mapping[str, Any],
     where: str,
 ) -> GroupLoad:
+    saved = _in_our_words(saved)
     algorithm = get_algorithm(saved.get("algorithm", group["algorithm"]))
     values = {k: v for k, v in group.items() if k in algorithm.options}
     for key, option in algorithm.options.items():
@@ -124,6 +126,17 @@ def _prepare_group(
     for name, state, tensor in zip(names, states, tensors, strict=True):
         _check_param_state(f"{where}: {name}", state, tensor)
     return GroupLoad(group, complete, rules, states, tensors)
+
+
+def _in_our_words(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Translate a group of ``torch.optim.Muon``, which says some things otherwise."""
+    if "ns_coefficients" not in saved or "algorithm" in saved:
+        return saved
+    translated = {**saved, "adjust_lr_fn": saved.get("adjust_lr_fn") or "original"}
+    triple = tuple(float(c) for c in saved["ns_coefficients"])
+    is_named = triple == resolve_schedule("newton_schulz", 1).triples[0]
+    translated["ns_method"] = "newton_schulz" if is_named else [triple] * saved["ns_steps"]
+    return translated
 
 
 def _check_param_state(where: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -13,14 +13,13 @@ from titan_muon.optim.algorithms.base import (
     MatrixAlgorithm,
     get_algorithm,
 )
+from titan_muon.optim.groups import is_saved
 from titan_muon.optim.options import resolve_state_dtype, to_saved
 from titan_muon.optim.state_tensors import new_state
 
 __all__ = ["MOMENTUM", "create_state", "saved_groups"]
 
 MOMENTUM = "momentum_buffer"
-# Keys of a group that are no options of its algorithm and yet belong to a checkpoint.
-_ALWAYS_SAVED = ("params", "param_names", "algorithm", "initial_lr")
 
 
 def create_state(
@@ -52,14 +51,11 @@ def create_state(
 
 def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Keep of each group what a checkpoint holds: identity and the options that change the math."""
-    result = []
-    for group in groups:
-        options = get_algorithm(group["algorithm"]).options
-        result.append(
-            {
-                key: to_saved(value) if key not in ("params", "param_names") else value
-                for key, value in group.items()
-                if key in _ALWAYS_SAVED or (key in options and options[key].saved)
-            }
-        )
-    return result
+    return [
+        {
+            key: to_saved(value) if key not in ("params", "param_names") else value
+            for key, value in group.items()
+            if is_saved(group, key)
+        }
+        for group in groups
+    ]
