@@ -54,7 +54,7 @@ class AdamWConfig:
     """Added to the root of the second moment; 1e-8 by default"""
 
     state_dtype: str | None = None
-    """auto, float32 or bfloat16"""
+    """auto, float32, bfloat16, int8, int4 or float8"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,7 +132,7 @@ class OptimizerConfig(OptimizersContainer.Config):
     error"""
 
     state_dtype: str | None = None
-    """Dtype of the state: auto, float32 or bfloat16"""
+    """Dtype of the state: auto, float32, bfloat16, int8, int4 or float8"""
 
     wire_dtype: str | None = None
     """Dtype of what ranks send each other: float16 (scaled by block), bfloat16 or float32"""

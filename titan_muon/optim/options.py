@@ -185,7 +185,7 @@ COMMON_OPTIONS: dict[str, Option] = {
     "state_dtype": Option(
         "auto",
         *_choice(*STATE_DTYPES),
-        "dtype of the state; auto: float32, float64 for float64 parameters",
+        "dtype of the state; auto: float32, float64 for float64 parameters; see Memory",
         saved=False,
     ),
 }
