@@ -123,9 +123,9 @@ def test_commands_exist(command, monkeypatch):
     elif program == "python":
         check_python(arguments)
     elif program == "pip":
-        extras = re.findall(r"\.\[(\w+)\]", arguments[-1])
+        named = re.search(r"\.\[([\w,]+)\]", arguments[-1])
         known = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-        assert set(extras) <= set(known["optional-dependencies"])
+        assert set(named[1].split(",") if named else []) <= set(known["optional-dependencies"])
     elif program == "titan-muon":
         check_cli(arguments)
     elif program == "bash":

@@ -158,10 +158,6 @@ WRONG = {
     "imports": (table("optimizer", "imports = ['no_such_pkg']"), "imports", "'no_such_pkg'"),
     "recipe": (table("optimizer", 'recipe = "moun"'), '"moun" is not a recipe', "'muon'", "adamw"),
     "recipe path": (table("optimizer", 'recipe = "./r.toml"'), "r.toml: no such file"),
-    "group without name": (
-        table("[optimizer.param_groups]", "pattern = 'wo'"),
-        "[optimizer.param_groups.0] has no name",
-    ),
     "group without pattern": (
         table("[optimizer.param_groups]", "name = 'AdamW'"),
         "[optimizer.param_groups.0] has no pattern",
@@ -487,6 +483,18 @@ split = { kind = "blocks", rows = 64 }
     assert (first.pattern, first.optimizer_name) == (r"layers\.0\.", "AdamW")
     assert first.optimizer_kwargs == {"lr": 1e-4}
     assert second.optimizer_kwargs == {"split": {"kind": "blocks", "rows": 64}}
+
+
+@pytest.mark.parametrize("flag", [None, "normuon"])
+def test_groups_without_name_follow_the_run(tmp_path, flag):
+    text = table("[optimizer.param_groups]", "pattern = 'wo'", "lr = 0.5")
+    chosen = OptimizerRequest(name=flag) if flag else OptimizerRequest()
+    file = tmp_path / "run.toml"
+    file.write_text(MODEL + text)
+    config, _ = load_train_config(Selection(file=str(file), optimizer=chosen))
+    ((_, algorithm, options),) = config.optimizer.group_specs()
+    assert algorithm == (flag or "muon")
+    assert options["lr"] == 0.5
 
 
 def test_recipe_beside_the_file_and_none(tmp_path):

@@ -9,6 +9,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from titan_muon.integration.data import TRAIN_DATASET, VALIDATION_DATASET, register_datasets
+from titan_muon.integration.metrics import with_optimizer_metrics
 from titan_muon.integration.toml_optimizer import optimizer_config
 
 __all__ = [
@@ -58,6 +59,7 @@ def _debug_run(config: Trainer.Config, run: str, optimizer: str) -> Trainer.Conf
     config.lr_scheduler.decay_type = "cosine"
     config.lr_scheduler.min_lr_factor = 0.1
     config.training = TrainingConfig(local_batch_size=4, seq_len=256, steps=60)
+    config.metrics = with_optimizer_metrics(config.metrics)
     config.metrics.log_freq = 5
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=TRAIN_DATASET)
     config.validator.enable = True

@@ -1,5 +1,6 @@
 """A train config file, laid over the Trainer.Config of the model that it names."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ def load_train_config(selection: Selection) -> tuple["Trainer.Config", list[str]
             raise place.unknown(key, value, {*known, "model"})
     optimizer = table.pop("optimizer", None)
     if optimizer is not None or selection.optimizer.chooses():
+        config = _without_dist_muon(config)
         config.optimizer = build_optimizer(
             selection.optimizer, optimizer, place.child("optimizer"), replaced=config.optimizer
         )
@@ -82,3 +84,19 @@ def _call(function: Callable[[], Any], place: Place) -> "Trainer.Config":
             f"{place.file}: {function.__name__} cannot be built on this machine: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _without_dist_muon(config: "Trainer.Config") -> "Trainer.Config":
+    """Return a config that is free of DistMuon's limits, once that is replaced.
+
+    torchtitan's Kimi models refuse tensor and pipeline parallelism, by a subclass whose only reason
+    is DistMuon.
+    """
+    from torchtitan.trainer import Trainer
+
+    fields = {f.name for f in dataclasses.fields(config)}
+    only_checks = fields == {f.name for f in dataclasses.fields(Trainer.Config)}
+    names = [group.optimizer_name for group in config.optimizer.param_groups]
+    if type(config) is Trainer.Config or not only_checks or "DistMuon" not in names:
+        return config
+    return Trainer.Config(**{name: getattr(config, name) for name in fields})

@@ -120,7 +120,8 @@ def _lay_over(config: "OptimizerConfig", table: Mapping[str, Any], place: Place)
         if key not in known:
             raise _unknown_option(config.name, key, value, known, place)
     if "param_groups" in table:
-        config.param_groups = _param_groups(table.pop("param_groups"), place)
+        groups = table.pop("param_groups")
+        config.param_groups = _param_groups(groups, place, default=config.name)
     lay_over(config, table, place)
     try:
         config.check(where=place.at())
@@ -146,7 +147,7 @@ def _unknown_option(name: str, key: str, value: Any, known: set[str], place: Pla
     )
 
 
-def _param_groups(groups: Any, place: Place) -> list[Any]:
+def _param_groups(groups: Any, place: Place, *, default: str) -> list[Any]:
     from torchtitan.components.optimizer import ParamGroupConfig
 
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -157,14 +158,10 @@ def _param_groups(groups: Any, place: Place) -> list[Any]:
     for index, group in enumerate(groups):
         inner = place.child(f"param_groups.{index}")
         options = dict(group)
-        for key in ("pattern", "name"):
-            if key not in options:
-                raise ConfigError(
-                    f"{inner.at()} has no {key}; every group says which parameters (pattern) go "
-                    "to which algorithm (name)."
-                )
+        if "pattern" not in options:
+            raise ConfigError(f"{inner.at()} has no pattern; it says which parameters are meant.")
         pattern = convert(options.pop("pattern"), str, inner, "pattern")
-        name = _known_name(options.pop("name"), inner)
+        name = _known_name(options.pop("name", default), inner)
         result.append(
             ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=options)
         )
