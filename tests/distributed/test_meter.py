@@ -3,6 +3,7 @@
 import functools
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -175,6 +176,25 @@ def test_long_shards_are_sampled(monkeypatch):
     assert abs(sums["weight_count"] - param.numel()) < 1e-6
     # 1000 normal numbers know their mean square to 4.5 % (one sigma).
     assert abs(sums["weight_squares"] / param.numel() - 1) < 0.15
+
+
+def test_quantised_momentum_is_read_by_its_values():
+    pytest.importorskip("torchao", reason="the extra lp is not installed")
+    found = []
+    for dtype in ("float32", "int8"):
+        params = [nn.Parameter(w) for w in (torch.ones(256, 256), torch.ones(4096))]
+        groups = [{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}]
+        optimizer = Muon(groups, lr=0.1, state_dtype=dtype)
+        watch = StepMeter(optimizer)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator) + 0.5
+            with watch:
+                optimizer.step()
+        found.append(watch.sums[:, FIELDS.index("gradient_dot_momentum")])
+    # Blocks of 256 values keep two digits each; their errors mostly cancel in the dot product.
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=0)
 
 
 def test_orthogonality_error_of_known_matrices():
