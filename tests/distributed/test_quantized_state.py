@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.distributed.test_exactness import ThreadRanks
@@ -17,6 +18,7 @@ from tests.helpers.quantized import bits, values
 from tests.helpers.thread_ranks import COLUMN, ROW, cut, like, region_of, shard
 from titan_muon import Muon
 from titan_muon.distributed.tensors import local_of
+from titan_muon.optim.load_planner import StateLoadPlanner
 
 pytest.importorskip("torchao", reason="quantised state needs torchao")
 FORMATS = ("int8", "int4", "float8")
@@ -144,10 +146,13 @@ class TestQuantizedState(ThreadRanks):
         assert _optimizer([param], "muon", "bfloat16").state[param]
 
 
-def _mesh(ranks: int) -> DeviceMesh | None:
-    """Return a mesh of the first ranks; None on the others. Collective."""
-    mesh = DeviceMesh("cpu", list(range(ranks)))
-    return mesh if mesh.get_coordinate() is not None else None
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return the whole values of a state tensor cut along dim 0. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, values(tensor))
+    return torch.cat(gathered)
 
 
 class TestCheckpoint(ThreadRanks):
@@ -172,3 +177,40 @@ class TestCheckpoint(ThreadRanks):
                     got = loaded.state[twin][key]
                     torch.testing.assert_close(bits(got), bits(value), rtol=0, atol=0)
                     assert bits(got)[-1].any(), key
+
+    def test_another_layout_is_rounded_once_more(self):
+        # One more rounding of values that were rounded, relative to the norm.
+        bounds = {"int8": 0.02, "float8": 0.05, "int4": 0.2, "float32": 1e-6}
+        layouts: list[tuple[Any, Any]] = [((4,), [Shard(1)]), ((2, 2), [Replicate(), Shard(0)])]
+        for mesh, placements in layouts:
+            for state_dtype in FORMATS:
+                folder, (param, optimizer) = self._save("adamuon", state_dtype, Shard(0))
+                wanted = {key: whole_of(value) for key, value in optimizer.state[param].items()}
+                for other, bound in bounds.items():
+                    twin = nn.Parameter(
+                        shard(_draw((16, 1024), 0), init_device_mesh("cpu", mesh), placements)
+                    )
+                    loaded = _optimizer([twin], "adamuon", other)
+                    state = {"state": loaded.state_dict()["state"]}
+                    dcp.load(state, checkpoint_id=folder, planner=StateLoadPlanner())
+                    for key, whole in wanted.items():
+                        want = cut(whole, region_of(loaded.state[twin][key]))
+                        got = values(loaded.state[twin][key])
+                        error = (got - want).norm() / want.norm()
+                        assert error <= bound, (mesh, state_dtype, other, key, error)
+
+    def test_plain_dcp_takes_whole_blocks_and_refuses_others(self):
+        for placements, fits in (([Shard(0)], True), ([Shard(1)], False)):
+            folder, (param, optimizer) = self._save("muon", "int8", Shard(0))
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+            twin = nn.Parameter(shard(_draw((16, 1024), 0), mesh, [Replicate(), *placements]))
+            loaded = _optimizer([twin], "muon", "int8")
+            state = {"state": loaded.state_dict()["state"]}
+            if fits:
+                dcp.load(state, checkpoint_id=folder)
+                got = loaded.state[twin]["momentum_buffer"]
+                whole = whole_of(optimizer.state[param]["momentum_buffer"])
+                assert torch.equal(values(got), cut(whole, region_of(got)))
+            else:
+                with pytest.raises(CheckpointException, match="aten.slice along the first dim"):
+                    dcp.load(state, checkpoint_id=folder)

@@ -15,10 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    create_default_local_load_plan,
-)
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torchtitan.components.checkpoint import MODEL, OPTIMIZER, CheckpointManager
@@ -27,6 +24,7 @@ from torchtitan.tools.logging import logger
 
 from titan_muon.integration.optimizers_container import MuonOptimizersContainer
 from titan_muon.optim.crossing import MomentumSource, StateTensor, choose_sources
+from titan_muon.optim.load_planner import StateLoadPlanner
 
 __all__ = ["CrossingPlanner", "MuonCheckpointManager", "with_crossing"]
 
@@ -34,7 +32,7 @@ _STATE, _GROUPS = f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."
 _METADATA = ".metadata"
 
 
-class CrossingPlanner(DefaultLoadPlanner):
+class CrossingPlanner(StateLoadPlanner):
     """A load plan that lets optimizer state cross between algorithms and between options.
 
     Args:
@@ -71,7 +69,8 @@ class CrossingPlanner(DefaultLoadPlanner):
         """Return the plan. Not the default one, which takes crossings for torch 2.3's keys."""
         if self.metadata is None:
             raise AssertionError("set_up_planner comes first")
-        return create_default_local_load_plan(self.state_dict, self.metadata)
+        plan = create_default_local_load_plan(self.state_dict, self.metadata)
+        return self.with_whole_shards(plan)
 
     def _cross(self, live: dict[str, Any], metadata: Metadata) -> None:
         saved = _saved_state(metadata)

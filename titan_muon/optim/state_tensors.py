@@ -21,11 +21,13 @@ from titan_muon.distributed.tensors import compute_device, local_of, with_local
 from titan_muon.optim.options import QUANTIZED, resolve_state_dtype
 
 __all__ = [
+    "allow_loading",
     "arithmetic_dtype",
     "check_state_fits",
     "clone_state",
     "copy_state",
     "decode",
+    "dequantized",
     "encode",
     "is_quantized",
     "new_state",
@@ -161,6 +163,17 @@ def arithmetic_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if is_quantized(tensor) else tensor.dtype
 
 
+def dequantized(tensor: Tensor) -> Tensor:
+    """Return the values of a local state tensor: itself, where it is not quantised."""
+    return cast(Any, tensor).dequantize() if is_quantized(tensor) else tensor
+
+
+def allow_loading() -> None:
+    """Let torch.load read quantised state with ``weights_only``."""
+    for chosen in _FORMATS:
+        _quantized_class(chosen)
+
+
 def stored(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the plain tensors that a local state tensor consists of: codes and scales, or itself.
 
@@ -209,8 +222,7 @@ def copy_state(target: Tensor, source: Tensor) -> None:
             for a, b in parts:
                 a.copy_(b)
             return
-    if is_quantized(out_of):
-        out_of = cast(Any, out_of).dequantize()
+    out_of = dequantized(out_of)
     if not is_quantized(into):
         into.copy_(out_of)
         return
