@@ -253,3 +253,33 @@ def test_is_no_part_of_a_checkpoint_and_survives_load_and_copy():
     twin.step()
     assert_same(snapshot(twin), before)
     assert (twin.skipped_steps, optimizer.skipped_steps) == (1, 0)
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8", "int4", "float8"])
+def test_narrow_state_keeps_every_bit(state_dtype):
+    if state_dtype != "bfloat16":
+        pytest.importorskip("torchao", reason="quantised state needs torchao")
+    params = parameters(*[(64, 128)] * 2 * len(ALGORITHMS))
+    groups = [
+        {"params": params[2 * i : 2 * i + 2], "algorithm": name}
+        for i, name in enumerate(ALGORITHMS)
+    ]
+    optimizer = Muon(groups, lr=0.1, nonfinite="skip", state_dtype=state_dtype)
+    train(optimizer, 2)
+    before = [_inner(v).clone() for p in params for v in optimizer.state[p].values()]
+    weights = [p.detach().clone() for p in params]
+    _poison(optimizer, 3, math.nan)
+    optimizer.step()
+    after = [_inner(v) for p in params for v in optimizer.state[p].values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights, params, strict=True))
+    train(optimizer, 1, first=3)
+    assert not any(torch.equal(a, b) for a, b in zip(weights, params, strict=True))
+    assert all(p.isfinite().all() for p in params)
+
+
+def _inner(value: torch.Tensor) -> torch.Tensor:
+    """Return everything that a state tensor stores, as bytes."""
+    flatten = getattr(value, "__tensor_flatten__", None)
+    parts = [getattr(value, name) for name in flatten()[0]] if flatten else [value]
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
