@@ -150,6 +150,13 @@ def _quantized_class(chosen: str) -> Any:
         codes, scale = stored(args[0])
         return _rebuilt(args[0], codes.clone(), torch.zeros_like(scale), args[0].shape)
 
+    # DCP's asynchronous saves fill the parts of such a tensor with copies.
+    @kind.implements(aten.new_empty.default)
+    def _(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+        device = kwargs.get("device") or args[0].device
+        codes, scale = (torch.empty_like(part, device=device) for part in stored(args[0]))
+        return _rebuilt(args[0], codes, scale, torch.Size(args[1]))
+
     return kind
 
 
