@@ -17,6 +17,8 @@ CASES = {
     "lr": ([0, 1e-3, 2.0, torch.tensor(1e-3)], [-1e-3, float("nan"), float("inf"), "1e-3", None]),
     "weight_decay": ([0, 0.1, 3], [-0.1, float("nan"), "0.1", None, True]),
     "maximize": BOOLEAN,
+    "stochastic_rounding": ([True, False], [1, "yes", None]),
+    "rounding_seed": ([0, 7], [-1, True, 0.5, None]),
     "state_dtype": (
         ["auto", "float32", "bfloat16", "int8", "int4", "float8"],
         ["fp32", torch.float32, None],

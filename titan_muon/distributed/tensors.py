@@ -13,6 +13,7 @@ __all__ = [
     "local_of",
     "local_slice",
     "mesh_of",
+    "own_coordinate",
     "with_local",
     "zeros_by_row",
 ]
@@ -65,6 +66,16 @@ def mesh_of(tensor: Tensor) -> Any:
     return tensor.device_mesh
 
 
+def own_coordinate(tensor: Tensor) -> tuple[int, ...]:
+    """Return this rank's place in the mesh of a DTensor; empty for a plain tensor."""
+    if not is_dtensor(tensor):
+        return ()
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise AssertionError("this rank is not part of the tensor's mesh")
+    return tuple(coordinate)
+
+
 def local_slice(like: Tensor, whole: Tensor) -> Tensor:
     """Return the part of a whole tensor that this rank holds of a DTensor.
 
@@ -74,10 +85,7 @@ def local_slice(like: Tensor, whole: Tensor) -> Tensor:
     """
     if not is_dtensor(like):
         return whole
-    coordinate = like.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise AssertionError("this rank is not part of the tensor's mesh")
-    for dim, intervals in enumerate(local_region(layout_of(like), tuple(coordinate))):
+    for dim, intervals in enumerate(local_region(layout_of(like), own_coordinate(like))):
         pieces = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
         whole = torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0)
     return whole.contiguous()
@@ -120,10 +128,7 @@ def zeros_by_row(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> T
         Replicate() if cut.dim is None else placement
         for cut, placement in zip(layout.cuts, param.placements, strict=True)
     ]
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise AssertionError("this rank is not part of the parameter's mesh")
-    local_shape = region_shape(local_region(layout, tuple(coordinate)))
+    local_shape = region_shape(local_region(layout, own_coordinate(param)))
     local = torch.zeros(local_shape, dtype=dtype, device=param.to_local().device)
     like = torch.empty(shape, device="meta")
     return DTensor.from_local(

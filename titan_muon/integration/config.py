@@ -19,7 +19,14 @@ from titan_muon.orthogonalization import resolve_schedule
 __all__ = ["AdamWConfig", "OptimizerConfig", "import_algorithms"]
 
 # What the unrouted parameters take from the main options where [optimizer.adamw] is silent.
-INHERITED = ("lr", "weight_decay", "maximize", "nonfinite")
+INHERITED = (
+    "lr",
+    "weight_decay",
+    "maximize",
+    "nonfinite",
+    "stochastic_rounding",
+    "rounding_seed",
+)
 
 _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True, "foreach": False},
@@ -133,6 +140,12 @@ class OptimizerConfig(OptimizersContainer.Config):
 
     state_dtype: str | None = None
     """Dtype of the state: auto, float32, bfloat16, int8, int4 or float8"""
+
+    stochastic_rounding: bool | None = None
+    """Round bfloat16 weights up or down at random, each as often as it is near"""
+
+    rounding_seed: int | None = None
+    """Seed of stochastic_rounding"""
 
     wire_dtype: str | None = None
     """Dtype of what ranks send each other: float16 (scaled by block), bfloat16 or float32"""

@@ -1,8 +1,8 @@
 """Elementwise algorithms on shards that their kernels do not take as they are.
 
-Torch's kernels want one dtype. Where weight, gradient and state differ in theirs, or state is
-quantised, the kernel runs on float32 copies (float64 for float64 weights) of at most ``CHUNK``
-elements at a time, and the result is stored.
+Torch's kernels want one dtype. Where weight, gradient and state differ in theirs, state is
+quantised, or weights are rounded stochastically, the kernel runs on float32 copies (float64 for
+float64 weights) of at most ``CHUNK`` elements at a time, and the result is stored.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titan_muon.optim.loans import Loan, Transfers
 from titan_muon.optim.observer import ElementwiseStep
+from titan_muon.optim.rounding import STEP, Rounding
 from titan_muon.optim.state_tensors import is_quantized, section
 
 __all__ = ["in_chunks"]
@@ -21,11 +22,14 @@ __all__ = ["in_chunks"]
 CHUNK = 1 << 24
 
 
-def in_chunks(step: ElementwiseStep, *, conditional: bool) -> ElementwiseStep:
-    """Return a step that also takes shards of mixed dtypes and quantised state.
+def in_chunks(
+    step: ElementwiseStep, roundings: Sequence[Rounding | None], *, conditional: bool
+) -> ElementwiseStep:
+    """Return a step that also takes shards of mixed dtypes, quantised state and rounded weights.
 
     Args:
         step: Takes shards, gradients, states and the group, all shards and states of one dtype.
+        roundings: How each weight is rounded, None for torch's rounding.
         conditional: Whether the step may turn out to change nothing.
     """
 
@@ -35,7 +39,8 @@ def in_chunks(step: ElementwiseStep, *, conditional: bool) -> ElementwiseStep:
         states: Sequence[Mapping[str, Tensor]],
         group: Mapping[str, Any],
     ) -> None:
-        shards = [_Shard(*parts) for parts in zip(params, grads, states, strict=True)]
+        parts = zip(params, grads, states, roundings, strict=True)
+        shards = [_Shard(*part) for part in parts]
         direct = [shard for shard in shards if shard.is_uniform]
         if direct:
             own = [s.state for s in direct]
@@ -59,17 +64,26 @@ class _Shard:
     Args:
         param, grad: Local tensors of one shape.
         state: Local tensors of that shape, and 0-d ones.
+        rounding: How the weight is rounded, None for torch's rounding.
     """
 
-    def __init__(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> None:
-        self.param, self.grad, self.state = param, grad, state
+    def __init__(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        rounding: Rounding | None,
+    ) -> None:
+        self.param, self.grad, self.state, self.rounding = param, grad, state, rounding
         self.sliced = [
             key for key, t in state.items() if t.shape == param.shape and (t.ndim or key != "step")
         ]
         tensors = [param, grad, *(state[key] for key in self.sliced)]
         quantized = [is_quantized(t) for t in tensors]
-        self.is_uniform = not any(quantized) and len({t.dtype for t in tensors}) == 1
-        self.kind = *(t.dtype for t in tensors), *quantized, *self.sliced
+        self.is_uniform = (
+            rounding is None and not any(quantized) and len({t.dtype for t in tensors}) == 1
+        )
+        self.kind = *(t.dtype for t in tensors), *quantized, *self.sliced, rounding is None
         self._live = [param, *(state[key] for key in self.sliced)]
         if not self.is_uniform:
             self.flat = [t.view(-1) if t.is_contiguous() else t.reshape(-1) for t in self._live]
@@ -117,9 +131,17 @@ def _step_sections(
     transfers = Transfers(first.param.device)
     work = torch.float64 if first.param.dtype == torch.float64 else torch.float32
     lent = []
+
+    def rounded(place: int, values: Tensor) -> Tensor:
+        shard, start, _ = sections[place]
+        if shard.rounding is None:
+            raise AssertionError("shards of one kind are rounded alike")
+        return shard.rounding(values, shard.state[STEP], start)
+
+    narrow = None if first.rounding is None else rounded
     for number in range(len(first.flat)):
         parts = [section(s.flat[number], start, stop) for s, start, stop in sections]
-        lent.append(Loan(parts, transfers, work))
+        lent.append(Loan(parts, transfers, work, None if number else narrow))
     grads = Loan([s.flat_grad[start:stop] for s, start, stop in sections], transfers, work)
     for loan in (*lent, grads):
         loan.open()

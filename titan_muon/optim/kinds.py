@@ -41,7 +41,16 @@ class Kind:
         self.ops = select_piece_operations(device, member.dtypes())
         self._staged: StagedOperations | None = None
         if member.is_staged:
-            self._staged = StagedOperations(self.ops, device, self.group["max_stage_bytes"])
+
+            def rounded(index: int, values: Tensor) -> Tensor:
+                return members[index].rounded(values)
+
+            self._staged = StagedOperations(
+                self.ops,
+                device,
+                self.group["max_stage_bytes"],
+                rounded if member.is_rounded else None,
+            )
             self.ops = cast(PieceOperations, self._staged)
         self.state_dtype = arithmetic_dtype(member.momentum)
         self.wide = torch.promote_types(member.param.dtype, torch.float32)

@@ -12,7 +12,8 @@ from titan_muon.distributed.matrices import MatrixRule
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.groups import complete_group, group_names, matrix_rules
 from titan_muon.optim.options import from_saved
-from titan_muon.optim.state import create_state
+from titan_muon.optim.rounding import STEP
+from titan_muon.optim.state import MOMENTUM, create_state
 from titan_muon.optim.state_tensors import copy_state
 from titan_muon.orthogonalization import resolve_schedule
 
@@ -122,10 +123,19 @@ def _prepare_group(
         live[param] if same else create_state(param, complete, rule)
         for param, rule in zip(group["params"], rules, strict=True)
     ]
+    tensors = [_counted(state, saved) for state, saved in zip(states, tensors, strict=True)]
     names = group_names(group, group["params"])
     for name, state, tensor in zip(names, states, tensors, strict=True):
         _check_param_state(f"{where}: {name}", state, tensor)
     return GroupLoad(group, complete, rules, states, tensors)
+
+
+def _counted(live: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Let stochastic rounding, which counts the steps of a matrix, go on or off at a load."""
+    if MOMENTUM not in live:
+        return saved
+    others = {key: value for key, value in saved.items() if key != STEP}
+    return {**others, STEP: saved.get(STEP, torch.zeros(()))} if STEP in live else others
 
 
 def _in_our_words(saved: Mapping[str, Any]) -> Mapping[str, Any]:

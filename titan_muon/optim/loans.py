@@ -1,6 +1,6 @@
 """Shards fetched for one operation, and stored again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -8,7 +8,9 @@ from torch import Tensor
 
 from titan_muon.optim.state_tensors import decode, encode, is_quantized, stored
 
-__all__ = ["Loan", "Transfers"]
+__all__ = ["Loan", "Narrow", "Transfers"]
+
+Narrow = Callable[[int, Tensor], Tensor]
 
 
 class Transfers:
@@ -79,6 +81,8 @@ class Loan:
         tensors: Local tensors, all quantised in one way or none.
         transfers: Between where they lie and where they are worked on.
         dtype: Dtype in which they are worked on; None for their own, float32 where quantised.
+        narrow: Takes the number of a tensor and what it was worked on, flat, and returns what is
+            stored; None for torch's rounding.
 
     Attributes:
         work: What operations work on, once :meth:`open` was called: the tensors themselves where
@@ -87,11 +91,16 @@ class Loan:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], transfers: Transfers, dtype: torch.dtype | None = None
+        self,
+        tensors: Sequence[Tensor],
+        transfers: Transfers,
+        dtype: torch.dtype | None = None,
+        narrow: Narrow | None = None,
     ) -> None:
         self.work: Sequence[Tensor] = tensors
         self.rounds = is_quantized(tensors[0])
-        self._tensors, self._transfers, self._dtype = tensors, transfers, dtype
+        self._tensors, self._transfers = tensors, transfers
+        self._dtype, self._narrow = dtype, narrow
         self._parts = [part for tensor in tensors for part in stored(tensor)]
         self._fetched = transfers.fetch(self._parts)
         self._encoded: tuple[Tensor, Tensor] | None = None
@@ -111,7 +120,12 @@ class Loan:
                 is not the inverse of decoding.
         """
         if not self.rounds:
-            pairs = zip(self.work, self._tensors, strict=True)
+            values = self.work
+            if self._narrow is not None:
+                values = [
+                    self._narrow(i, w.view(-1)).view(w.shape) for i, w in enumerate(self.work)
+                ]
+            pairs = zip(values, self._tensors, strict=True)
             moved = [(w, t) for w, t in pairs if w is not t]
             if moved:
                 self._transfers.store(*map(list, zip(*moved, strict=True)))

@@ -22,6 +22,7 @@ from titan_muon.optim.groups import group_names
 from titan_muon.optim.kinds import Kind, number_kinds
 from titan_muon.optim.matrix_math import batch_update
 from titan_muon.optim.members import Member
+from titan_muon.optim.rounding import STEP
 from titan_muon.optim.step_shards import StepShards
 
 __all__ = ["MatrixWork", "matrix_works"]
@@ -96,6 +97,7 @@ class MatrixWork:
             number: Kind(member, members, self.device)
             for number, member in dict(zip(numbers, members, strict=True)).items()
         }
+        self._rounded = [m for m in members if m.is_rounded]
         self._replicated = any(m.layout.replicated for m in members)
         self._shards: StepShards | None = None
 
@@ -107,6 +109,9 @@ class MatrixWork:
         """
         if take is not None:
             take = take.to(self.device, non_blocking=True)
+        for member in self._rounded:
+            steps = member.state[STEP]
+            steps.add_(1.0 if take is None else take.to(steps.device))
         self._shards = StepShards(self.members, self._kinds, self.tables, self._own_params, take)
 
     def send(self, stage: int) -> Message | None:

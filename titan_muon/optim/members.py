@@ -14,6 +14,7 @@ from titan_muon.kernels.pieces import PieceTable, TensorList
 from titan_muon.kernels.pieces_dispatch import PieceOperations
 from titan_muon.optim.algorithms.base import MatrixAlgorithm, get_algorithm
 from titan_muon.optim.matrix_math import matrix_cost
+from titan_muon.optim.rounding import STEP, Rounding, is_rounded
 from titan_muon.optim.state import MOMENTUM
 from titan_muon.optim.state_tensors import arithmetic_dtype, clone_state, quantized_as
 
@@ -49,6 +50,7 @@ class Member:
             raise AssertionError(f"{name}: {algorithm.name} is no matrix algorithm")
         self.algorithm = algorithm
         self.momentum = local_of(state[MOMENTUM])
+        self._rounding: Rounding | None = None
         self.channels = (
             Channel("direction", group["wire_dtype"]),
             *(Channel(b.name, _dtype_name(state[b.name]), b.by_row) for b in algorithm.buffers),
@@ -77,7 +79,18 @@ class Member:
     def is_staged(self) -> bool:
         """Whether no kernel can work on weight and state as they lie."""
         offloaded = local_of(self.param).device != compute_device(self.param)
-        return offloaded or self.quantized_as is not None
+        return offloaded or self.quantized_as is not None or self.is_rounded
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the weight is rounded stochastically."""
+        return is_rounded(self.param, self.group)
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return new values of the flat shard, float32, in the weight's dtype."""
+        if self._rounding is None:
+            self._rounding = Rounding(self.param, self.name, self.group["rounding_seed"])
+        return self._rounding(values, self.state[STEP])
 
     def shard(self) -> Tensor:
         """Return the local weights, contiguous: a copy where they are not, see :meth:`restore`."""

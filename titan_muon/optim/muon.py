@@ -18,6 +18,7 @@ from titan_muon.optim.groups import complete_group, group_names, matrix_rules
 from titan_muon.optim.loading import apply_load, prepare_load
 from titan_muon.optim.nonfinite import Guard, check_alike
 from titan_muon.optim.observer import Observer
+from titan_muon.optim.rounding import Rounding, is_rounded
 from titan_muon.optim.state import create_state, saved_groups
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ class Muon(Optimizer):
                     grads.append(grad)
             if params:
                 step = algorithm.step if take is None else partial(algorithm.step_if, take)
-                step = in_chunks(step, conditional=take is not None)
+                roundings = [self._rounding(p, group) for p in params]
+                step = in_chunks(step, roundings, conditional=take is not None)
                 step = self.observer.elements(step, params)
                 step(
                     [local_of(p) for p in params],
@@ -142,6 +144,14 @@ class Muon(Optimizer):
                     [{k: local_of(v) for k, v in self.state[p].items()} for p in params],
                     group,
                 )
+
+    def _rounding(self, param: Tensor, group: dict[str, Any]) -> Rounding | None:
+        if not is_rounded(param, group):
+            return None
+        if id(param) not in self._roundings:
+            (name,) = group_names(group, [param])
+            self._roundings[id(param)] = Rounding(param, name, group["rounding_seed"])
+        return self._roundings[id(param)]
 
     @property
     def skipped_steps(self) -> int:
@@ -259,6 +269,7 @@ class Muon(Optimizer):
 
     def _forget_layouts(self) -> None:
         self._rules: dict[int, MatrixRule] = {}
+        self._roundings: dict[int, Rounding] = {}
         self._works: list[MatrixWork] | None = None
 
 

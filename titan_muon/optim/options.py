@@ -102,6 +102,10 @@ def _positive_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def _non_negative_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _optional_positive_int(value: Any) -> bool:
     return value is None or _positive_int(value)
 
@@ -187,6 +191,16 @@ COMMON_OPTIONS: dict[str, Option] = {
         *_choice(*STATE_DTYPES),
         "dtype of the state; auto: float32, float64 for float64 parameters; see Memory",
         saved=False,
+    ),
+    "stochastic_rounding": Option(
+        False,
+        "true or false",
+        _is_bool,
+        "round bfloat16 weights up or down at random, each as often as it is near",
+        saved=False,
+    ),
+    "rounding_seed": Option(
+        0, "an integer >= 0", _non_negative_int, "seed of stochastic_rounding", saved=False
     ),
 }
 

@@ -2,7 +2,9 @@
 
 [Note: staging]
 Quantised state is decoded to float32, worked on by the same operations as plain state, and encoded
-again. Shards that were offloaded to the CPU travel to the device of their mesh and back. At most
+again. Weights that are rounded stochastically are written in float32 and rounded after; where an
+operation leaves an element alone, rounding it changes nothing, as it is a bfloat16 already. Shards
+that were offloaded to the CPU travel to the device of their mesh and back. At most
 ``max_stage_bytes / 64`` elements are under way at once, or one shard, if that is larger.
 """
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from titan_muon.kernels.pieces import PieceTable
 from titan_muon.kernels.pieces_dispatch import PieceOperations
-from titan_muon.optim.loans import Loan, Transfers
+from titan_muon.optim.loans import Loan, Narrow, Transfers
 
 __all__ = ["StagedOperations"]
 
@@ -29,12 +31,20 @@ class StagedOperations:
         ops: What works on fetched tensors.
         device: Where they are fetched to.
         max_bytes: The group's ``max_stage_bytes``.
+        rounded: Takes the index of a parameter and its new values, float32, and returns them in its
+            own dtype; None for torch's rounding.
     """
 
-    def __init__(self, ops: PieceOperations, device: torch.device, max_bytes: int) -> None:
+    def __init__(
+        self,
+        ops: PieceOperations,
+        device: torch.device,
+        max_bytes: int,
+        rounded: Narrow | None = None,
+    ) -> None:
         self.FUSES_NORM = ops.FUSES_NORM
         self._ops = ops
-        self._most = max_bytes // _BYTES_PER_ELEMENT
+        self._most, self._rounded = max_bytes // _BYTES_PER_ELEMENT, rounded
         self._transfers = Transfers(device)
 
     def advance(
@@ -122,7 +132,7 @@ class StagedOperations:
         **options: Any,
     ) -> None:
         """See ``pieces_reference.write``."""
-        for part, (loan,) in self._chunks(table, params):
+        for part, (loan,) in self._chunks(table, params, rounded=self._rounded):
             self._ops.write(loan.work, flat, part, factors, **options)
             loan.store()
 
@@ -131,22 +141,36 @@ class StagedOperations:
         self._transfers.finish()
 
     def _chunks(
-        self, table: PieceTable, *lists: Sequence[Tensor]
+        self, table: PieceTable, *lists: Sequence[Tensor], rounded: Narrow | None = None
     ) -> Iterator[tuple[PieceTable, list[Loan]]]:
         """Yield tables and the tensors they work on, the next chunk already on its way."""
         chunks = self._cut(table, lists[-1])
         self._transfers.begin()
-        coming = self._loans(chunks[0], lists) if chunks else []
+        coming = self._loans(chunks[0], lists, rounded) if chunks else []
         for number, chunk in enumerate(chunks):
             loans = coming
             if number + 1 < len(chunks):
-                coming = self._loans(chunks[number + 1], lists)
+                coming = self._loans(chunks[number + 1], lists, rounded)
             for loan in loans:
                 loan.open()
             yield table.part(chunk), loans
 
-    def _loans(self, chunk: tuple[int, ...], lists: Sequence[Sequence[Tensor]]) -> list[Loan]:
-        return [Loan([tensors[i] for i in chunk], self._transfers) for tensors in lists]
+    def _loans(
+        self,
+        chunk: tuple[int, ...],
+        lists: Sequence[Sequence[Tensor]],
+        rounded: Narrow | None,
+    ) -> list[Loan]:
+        dtype = narrow = None
+        if rounded is not None:
+            dtype = torch.float32
+
+            def narrow(place: int, values: Tensor) -> Tensor:
+                return rounded(chunk[place], values)
+
+        return [
+            Loan([tensors[i] for i in chunk], self._transfers, dtype, narrow) for tensors in lists
+        ]
 
     def _cut(self, table: PieceTable, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
         chunks: list[list[int]] = []

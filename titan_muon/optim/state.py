@@ -15,6 +15,7 @@ from titan_muon.optim.algorithms.base import (
 )
 from titan_muon.optim.groups import is_saved
 from titan_muon.optim.options import resolve_state_dtype, to_saved
+from titan_muon.optim.rounding import STEP, is_rounded
 from titan_muon.optim.state_tensors import new_state
 
 __all__ = ["MOMENTUM", "create_state", "saved_groups"]
@@ -33,8 +34,15 @@ def create_state(
         rule: Matrix rule of the parameter, None for an elementwise algorithm.
     """
     algorithm = get_algorithm(group["algorithm"])
+    rounds = is_rounded(param, group)
     if isinstance(algorithm, ElementwiseAlgorithm):
-        return algorithm.create_state(param, group)
+        state = algorithm.create_state(param, group)
+        if rounds and STEP not in state:
+            raise ValueError(
+                f"{algorithm.title} keeps no {STEP!r} in its state, by which stochastic_rounding "
+                "draws other noise in every step; use stochastic_rounding = false."
+            )
+        return state
     if not isinstance(algorithm, MatrixAlgorithm) or rule is None:
         raise AssertionError(f"{algorithm.name} without a matrix rule")
     state_dtype = group["state_dtype"]
@@ -46,6 +54,8 @@ def create_state(
             if buffer.like == "rows"
             else new_state(param, state_dtype, signed=buffer.signed)
         )
+    if rounds:
+        state[STEP] = torch.zeros((), dtype=torch.float32, device=param.device)
     return state
 
 

@@ -1,0 +1,237 @@
+"""Stochastic rounding: unbiased, the same noise wherever an element lies, resumed bit for bit."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.optimizers import ALGORITHMS, AveragedAlgorithm, set_gradients, train
+from titan_muon import Muon
+from titan_muon.kernels.rounding import mixed, round_reference
+from titan_muon.optim.algorithms import ElementwiseAlgorithm, register_algorithm
+from titan_muon.optim.options import COMMON_OPTIONS
+
+SHAPES = ((6, 10), (2, 4, 8), (5, 3))
+
+
+def _params() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).bfloat16()) for s in SHAPES]
+
+
+def _optimizer(algorithm: str, params: list[nn.Parameter] | None = None, **options) -> Muon:
+    options = {"lr": 1e-3, "stochastic_rounding": True, **options}
+    named = [(f"w{i}", p) for i, p in enumerate(params or _params())]
+    return Muon([{"params": named, "algorithm": algorithm}], **options)
+
+
+def _weights(optimizer: Muon) -> list[nn.Parameter]:
+    return optimizer.param_groups[0]["params"]
+
+
+def _noise(key: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    rows = mixed(torch.arange(shape[0], dtype=torch.int32) + key)
+    return rows, torch.arange(shape[1], dtype=torch.int32)
+
+
+def test_rounds_to_neighbours_without_bias():
+    # Halfway up by a quarter: rounds up in a quarter of all cases, the rest down.
+    low = torch.tensor(1.0)
+    high = torch.tensor(1.0 + 2**-7)
+    for share in (0.25, 0.5, 0.9):
+        for sign in (1, -1):
+            values = (sign * (low + share * (high - low))).expand(1 << 16).contiguous()
+            out = torch.empty(1 << 16, dtype=torch.bfloat16)
+            round_reference(values, out, *_noise(3, (256, 256)), 0)
+            up = (out.float() == sign * high).float().mean().item()
+            assert set(out.float().unique().tolist()) == {sign * low.item(), sign * high.item()}
+            # 65536 draws: one standard deviation is at most 0.002.
+            assert abs(up - share) < 0.01
+
+
+def test_noise_is_uniform_and_uncorrelated_between_neighbours():
+    rows, columns = _noise(11, (512, 512))
+    noise = (mixed(rows.view(-1, 1) ^ columns) >> 16).bitwise_and(0xFFFF).double() / 65536
+    assert abs(noise.mean() - 0.5) < 0.003
+    assert abs(noise.var() - 1 / 12) < 0.002
+    centred = noise - 0.5
+    other_rows, _ = _noise(12, (512, 512))
+    next_step = (mixed(other_rows.view(-1, 1) ^ columns) >> 16).bitwise_and(0xFFFF).double() / 65536
+    for neighbour in (centred.roll(1, 0), centred.roll(1, 1), next_step - 0.5):
+        # 262144 pairs: one standard deviation of the correlation is 0.002.
+        assert abs((centred * neighbour).mean() * 12) < 0.01
+
+
+def test_values_that_need_no_rounding_and_nonfinite_ones_stay():
+    values = torch.randn(64, 64).bfloat16().float()
+    values[0, :4] = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
+    # The NaN with all bits set must not overflow into a number.
+    values.view(torch.int32)[1, 0] = 0x7FFFFFFF
+    out = torch.empty(64 * 64, dtype=torch.bfloat16)
+    round_reference(values.view(-1), out, *_noise(1, (64, 64)), 0)
+    torch.testing.assert_close(out.view(64, 64).float(), values, rtol=0, atol=0, equal_nan=True)
+
+
+def test_slices_draw_the_noise_of_the_whole():
+    values = torch.randn(40 * 24)
+    whole, part = (torch.empty(40 * 24, dtype=torch.bfloat16) for _ in "ab")
+    noise = _noise(5, (40, 24))
+    round_reference(values, whole, *noise, 0)
+    for start, stop in ((0, 48), (48, 101), (101, 960)):
+        round_reference(values[start:stop], part[start:stop], *noise, start)
+    assert torch.equal(whole, part)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
+def test_triton_kernel_equals_reference_in_the_interpreter():
+    pytest.importorskip("triton", reason="the kernel needs triton")
+    code = (
+        "import torch\n"
+        "from titan_muon.kernels.rounding import mixed, round_reference\n"
+        "from titan_muon.kernels.triton_rounding import round_to_bfloat16\n"
+        "rows = mixed(torch.arange(50, dtype=torch.int32))\n"
+        "columns = torch.arange(41, dtype=torch.int32)\n"
+        "values = torch.randn(50 * 41)\n"
+        "values[3] = float('inf')\n"
+        "for start, stop in ((0, 2050), (7, 2000)):\n"
+        "    part, outs = values[start:stop], []\n"
+        "    for function in (round_reference, round_to_bfloat16):\n"
+        "        outs.append(torch.empty(len(part), dtype=torch.bfloat16))\n"
+        "        function(part, outs[-1], rows, columns, start)\n"
+        "    assert torch.equal(*outs)\n"
+        "print('equal')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout.strip() == "equal", result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+class TestEveryAlgorithm:
+    def test_small_steps_add_up_only_with_it(self, algorithm):
+        moved = {}
+        for rounds in (False, True):
+            # Each step is a twentieth of the distance between neighbours at 1.
+            weight = nn.Parameter(torch.ones(32, 32, dtype=torch.bfloat16))
+            options = {"lr": 2**-7 / 20, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+            optimizer = _optimizer(algorithm, [weight], stochastic_rounding=rounds, **options)
+            exact = nn.Parameter(torch.ones(32, 32))
+            reference = Muon([{"params": [exact], "algorithm": algorithm}], **options)
+            generator = torch.Generator().manual_seed(2)
+            grad = torch.randn(32, 32, generator=generator)
+            for _ in range(40):
+                weight.grad, exact.grad = grad.bfloat16(), grad.bfloat16().float()
+                optimizer.step()
+                reference.step()
+            wanted = exact.detach() - 1
+            moved[rounds] = ((weight.detach().float() - 1) * wanted).sum() / wanted.square().sum()
+        # 1024 elements, forty steps: the share of the exact movement is near 1. Upwards from 1
+        # torch's rounding loses every step; downwards neighbours are nearer, and it loses some.
+        assert abs(moved[True] - 1) < 0.1
+        assert moved[False] < 0.6
+
+    def test_resumed_equals_uninterrupted(self, algorithm):
+        optimizer = _optimizer(algorithm)
+        train(optimizer, 2)
+        resumed = _optimizer(
+            algorithm, [nn.Parameter(p.detach().clone()) for p in _weights(optimizer)]
+        )
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer, 3, first=2)
+        train(resumed, 3, first=2)
+        for a, b in zip(_weights(optimizer), _weights(resumed), strict=True):
+            assert torch.equal(a, b)
+            assert optimizer.state[a]["step"] == 5
+
+    def test_noise_follows_seed_name_and_step(self, algorithm):
+        runs = [_optimizer(algorithm, rounding_seed=seed) for seed in (0, 0, 1)]
+        for run in runs:
+            train(run, 2)
+        first, again, other = ([p.detach() for p in _weights(run)] for run in runs)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert any(not torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+    def test_only_bfloat16_weights_are_concerned(self, algorithm):
+        weights = [nn.Parameter(p.detach().float()) for p in _params()]
+        plain = [nn.Parameter(p.detach().clone()) for p in weights]
+        runs = (
+            _optimizer(algorithm, weights),
+            _optimizer(algorithm, plain, stochastic_rounding=False),
+        )
+        for run in runs:
+            train(run, 2)
+        for a, b in zip(weights, plain, strict=True):
+            assert torch.equal(a, b)
+            assert set(runs[0].state[a]) == set(runs[1].state[b])
+
+    def test_one_rounding_of_the_exact_step(self, algorithm):
+        params = _params()
+        exact = [nn.Parameter(p.detach().float()) for p in params]
+        optimizer = _optimizer(algorithm, params, lr=0.1)
+        reference = _optimizer(algorithm, exact, lr=0.1)
+        set_gradients(params)
+        for p, q in zip(params, exact, strict=True):
+            q.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+        for p, q in zip(params, exact, strict=True):
+            # Never further than one distance between neighbours.
+            assert ((p.float() - q).abs() <= q.abs() * 2**-7 + 1e-30).all()
+
+
+def test_it_goes_on_and_off_at_a_load():
+    for before, after in ((False, True), (True, False)):
+        source = _optimizer("muon", stochastic_rounding=before)
+        train(source, 2)
+        target = _optimizer("muon", stochastic_rounding=after)
+        target.load_state_dict(source.state_dict())
+        for p, q in zip(_weights(source), _weights(target), strict=True):
+            momenta = (o.state[w]["momentum_buffer"] for o, w in ((source, p), (target, q)))
+            assert torch.equal(*momenta)
+            assert ("step" in target.state[q]) == after
+        train(target, 1)
+
+
+def test_skipped_step_draws_no_noise():
+    optimizer = _optimizer("muon", nonfinite="skip")
+    train(optimizer, 1)
+    before = [p.detach().clone() for p in _weights(optimizer)]
+    set_gradients(_weights(optimizer), 1)
+    _weights(optimizer)[0].grad[0, 0] = float("nan")
+    optimizer.step()
+    for p, old in zip(_weights(optimizer), before, strict=True):
+        assert torch.equal(p, old)
+        assert optimizer.state[p]["step"] == 1
+
+
+def test_algorithm_without_a_step_is_refused():
+    class Stepless(ElementwiseAlgorithm):
+        name, title, options = "stepless_test", "Stepless", COMMON_OPTIONS
+
+        def create_state(self, param, group):
+            return {}
+
+        def step(self, params, grads, states, group):
+            raise AssertionError
+
+    register_algorithm(Stepless())
+    with pytest.raises(ValueError, match="Stepless keeps no 'step'"):
+        _optimizer("stepless_test")
+
+
+def test_algorithm_from_outside_is_rounded_too():
+    register_algorithm(AveragedAlgorithm())
+    optimizer = _optimizer("averaged_test")
+    train(optimizer, 2)
+    assert {"momentum_buffer", "average_buffer", "count_buffer", "step"} == set(
+        optimizer.state[_weights(optimizer)[0]]
+    )
