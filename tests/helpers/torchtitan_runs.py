@@ -153,6 +153,14 @@ def run_config(
         optimizer: Muon or NorMuon.
         local_batch_size: Samples a rank takes at a time; a step has SAMPLES_PER_STEP in all.
     """
+    plain = plain_config(model, parallelism, optimizer, local_batch_size=local_batch_size)
+    return cpu_runtime.adapt_config(plain)
+
+
+def plain_config(
+    model: str, parallelism: dict[str, Any], optimizer: str, *, local_batch_size: int = 2
+) -> Any:
+    """Return the same, not yet adapted to the CPU."""
     config = MODELS[model]()
     config.tokenizer = NoTokenizer.Config()
     config.dataloader = IndexedDataLoader.Config(
@@ -173,4 +181,4 @@ def run_config(
     config.parallelism.pipeline_parallel_schedule = "1F1B"
     for name, value in parallelism.items():
         setattr(config.parallelism, name, value)
-    return cpu_runtime.adapt_config(config)
+    return config
