@@ -9,6 +9,7 @@ from torch import Tensor
 from titan_muon.distributed.tensors import local_of
 from titan_muon.kernels.pieces import TensorList
 from titan_muon.kernels.pieces_dispatch import PieceOperations, select_piece_operations
+from titan_muon.optim.loans import Transfers
 from titan_muon.optim.members import Member
 from titan_muon.optim.staging import StagedOperations
 from titan_muon.optim.state_tensors import arithmetic_dtype
@@ -33,25 +34,25 @@ class Kind:
     Args:
         member: Any parameter of the kind.
         members: All parameters of the plan, in its order.
-        device: Where matrices are computed.
+        transfers: To where matrices are computed.
     """
 
-    def __init__(self, member: Member, members: Sequence[Member], device: torch.device) -> None:
+    def __init__(self, member: Member, members: Sequence[Member], transfers: Transfers) -> None:
+        device = transfers.device
         self.group, self.algorithm, self.channels = member.group, member.algorithm, member.channels
         self.ops = select_piece_operations(device, member.dtypes())
-        self._staged: StagedOperations | None = None
         if member.is_staged:
 
             def rounded(index: int, values: Tensor) -> Tensor:
                 return members[index].rounded(values)
 
-            self._staged = StagedOperations(
+            staged = StagedOperations(
                 self.ops,
-                device,
+                transfers,
                 self.group["max_stage_bytes"],
                 rounded if member.is_rounded else None,
             )
-            self.ops = cast(PieceOperations, self._staged)
+            self.ops = cast(PieceOperations, staged)
         self.state_dtype = arithmetic_dtype(member.momentum)
         self.wide = torch.promote_types(member.param.dtype, torch.float32)
         self._device = device
@@ -63,11 +64,6 @@ class Kind:
             )
             for spec in self.channels
         ]
-
-    def finish(self) -> None:
-        """End a step: what travels to the host has arrived there."""
-        if self._staged is not None:
-            self._staged.finish()
 
     def dtype(self, channel: int) -> torch.dtype:
         """Return the dtype in which a channel travels."""

@@ -1,5 +1,6 @@
 """Shards fetched for one operation, and stored again."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,6 +14,11 @@ __all__ = ["Loan", "Narrow", "Transfers"]
 Narrow = Callable[[int, Tensor], Tensor]
 
 
+# Operations on fetched tensors that the host may be ahead of the device: one is worked on while the
+# next is fetched and the last is stored. What was fetched for them is the memory that is taken.
+_AHEAD = 3
+
+
 class Transfers:
     """Copies between the host and a device, beside what the device computes.
 
@@ -23,12 +29,9 @@ class Transfers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: tuple[Any, Any] | None = None
-
-    def begin(self) -> None:
-        """Start a pass over tensors: what an earlier one sent to the host arrives before."""
-        if self._streams is not None:
-            fetching, storing = self._streams
-            fetching.wait_stream(storing)
+        # When a tensor, by its address, has been stored; and when fetched ones were last used.
+        self._arrivals: dict[int, Any] = {}
+        self._uses: deque[Any] = deque()
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors on the device, themselves where they lie there; see :meth:`wait`."""
@@ -36,7 +39,11 @@ class Transfers:
             return list(tensors)
         if self.device.type != "cuda":
             return [tensor.to(self.device) for tensor in tensors]
+        while len(self._uses) >= _AHEAD:
+            self._uses.popleft().synchronize()
         fetching, _ = self._both()
+        for event in {self._arrivals.pop(t.data_ptr(), None) for t in tensors} - {None}:
+            fetching.wait_event(event)
         with torch.cuda.stream(fetching):
             return [tensor.to(self.device, non_blocking=True) for tensor in tensors]
 
@@ -47,6 +54,11 @@ class Transfers:
             current.wait_stream(self._streams[0])
             for tensor in fetched:
                 tensor.record_stream(current)
+
+    def used(self) -> None:
+        """Note that the current stream will be done with what was fetched for an operation."""
+        if self._streams is not None:
+            self._uses.append(torch.cuda.current_stream(self.device).record_event())
 
     def store(self, values: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy values to where their tensors lie."""
@@ -59,18 +71,19 @@ class Transfers:
             for value, target in zip(values, targets, strict=True):
                 target.copy_(value, non_blocking=True)
                 value.record_stream(storing)
+        arrival = storing.record_event()
+        self._arrivals.update((target.data_ptr(), arrival) for target in targets)
 
     def finish(self) -> None:
         """Let the host wait until everything has arrived."""
         if self._streams is not None:
             self._streams[1].synchronize()
+            self._arrivals.clear()
+            self._uses.clear()
 
     def _both(self) -> tuple[Any, Any]:
         if self._streams is None:
             self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-            # What was written before the first step is there.
-            for stream in self._streams:
-                stream.wait_stream(torch.cuda.current_stream(self.device))
         return self._streams
 
 

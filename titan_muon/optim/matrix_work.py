@@ -20,6 +20,7 @@ from titan_muon.optim.algorithms.base import get_algorithm
 from titan_muon.optim.batches import Batch, assemble, cut, pack_back, write_own
 from titan_muon.optim.groups import group_names
 from titan_muon.optim.kinds import Kind, number_kinds
+from titan_muon.optim.loans import Transfers
 from titan_muon.optim.matrix_math import batch_update
 from titan_muon.optim.members import Member
 from titan_muon.optim.rounding import STEP
@@ -93,8 +94,9 @@ class MatrixWork:
         self._indices = [StageIndex(stage, self.device) for stage in self.tables.stages]
         own = [self.plan.units[u].param for u in self.tables.own_units]
         self._own_params = torch.tensor(own, dtype=torch.int64, device=self.device)
+        self._transfers = Transfers(self.device)
         self._kinds = {
-            number: Kind(member, members, self.device)
+            number: Kind(member, members, self._transfers)
             for number, member in dict(zip(numbers, members, strict=True)).items()
         }
         self._rounded = [m for m in members if m.is_rounded]
@@ -216,8 +218,7 @@ class MatrixWork:
 
     def finish(self) -> None:
         """Write back what had to be copied, and let go of the step's tensors."""
-        for kind in self._kinds.values():
-            kind.finish()
+        self._transfers.finish()
         self.shards.restore()
         self._shards = None
 

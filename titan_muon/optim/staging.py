@@ -29,7 +29,7 @@ class StagedOperations:
 
     Args:
         ops: What works on fetched tensors.
-        device: Where they are fetched to.
+        transfers: To where they are worked on, and back.
         max_bytes: The group's ``max_stage_bytes``.
         rounded: Takes the index of a parameter and its new values, float32, and returns them in its
             own dtype; None for torch's rounding.
@@ -38,14 +38,14 @@ class StagedOperations:
     def __init__(
         self,
         ops: PieceOperations,
-        device: torch.device,
+        transfers: Transfers,
         max_bytes: int,
         rounded: Narrow | None = None,
     ) -> None:
         self.FUSES_NORM = ops.FUSES_NORM
         self._ops = ops
         self._most, self._rounded = max_bytes // _BYTES_PER_ELEMENT, rounded
-        self._transfers = Transfers(device)
+        self._transfers = transfers
 
     def advance(
         self,
@@ -136,16 +136,11 @@ class StagedOperations:
             self._ops.write(loan.work, flat, part, factors, **options)
             loan.store()
 
-    def finish(self) -> None:
-        """Let the host wait for what still travels to it; nothing where nothing does."""
-        self._transfers.finish()
-
     def _chunks(
         self, table: PieceTable, *lists: Sequence[Tensor], rounded: Narrow | None = None
     ) -> Iterator[tuple[PieceTable, list[Loan]]]:
         """Yield tables and the tensors they work on, the next chunk already on its way."""
         chunks = self._cut(table, lists[-1])
-        self._transfers.begin()
         coming = self._loans(chunks[0], lists, rounded) if chunks else []
         for number, chunk in enumerate(chunks):
             loans = coming
@@ -154,6 +149,7 @@ class StagedOperations:
             for loan in loans:
                 loan.open()
             yield table.part(chunk), loans
+            self._transfers.used()
 
     def _loans(
         self,
