@@ -61,7 +61,7 @@ def connect(works: list[MatrixWork]) -> None:
 def step_all(works: list[MatrixWork]) -> None:
     """Take one step of all ranks, part by part."""
     for work in works:
-        work.begin()
+        work.begin(None)
     for stage in works[0].stages:
         arriving = [work.send(stage) for work in works]
         batches = [work.receive(stage, m) for work, m in zip(works, arriving, strict=True)]
