@@ -24,8 +24,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> DataPaths:
 @pytest.fixture
 def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build from 60 files only, where the test is about processes and folders."""
-    documents = data._read_documents()[:60]
-    monkeypatch.setattr(data, "_read_documents", lambda: documents)
+    documents = data.read_documents()[:60]
+    monkeypatch.setattr(data, "read_documents", lambda: documents)
 
 
 def _documents(path: Path) -> list[dict[str, str]]:

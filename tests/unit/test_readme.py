@@ -111,7 +111,7 @@ def test_toml_blocks_load(text, tmp_path, smooth_muon):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_exist(command, monkeypatch):
+def test_commands_exist(command, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
     while "=" in words[0]:
@@ -127,7 +127,11 @@ def test_commands_exist(command, monkeypatch):
         known = tomllib.loads(Path("pyproject.toml").read_text())["project"]
         assert set(named[1].split(",") if named else []) <= set(known["optional-dependencies"])
     elif program == "titan-muon":
-        check_cli(arguments)
+        check_cli(arguments, tmp_path)
+    elif program == "sbatch":
+        script, file, *flags = [word for word in arguments if not word.startswith("--nodes")]
+        check_script(script, [])
+        check_training(["--job.config_file", file, *flags])
     elif program == "bash":
         assert Path(arguments[0]).is_file()
     elif program == "source":
@@ -165,10 +169,17 @@ def check_python(arguments: list[str]) -> None:
         assert f'"{flag}"' in source, flag
 
 
-def check_cli(arguments: list[str]) -> None:
+def check_cli(arguments: list[str], folder: Path) -> None:
     pytest.importorskip("torchtitan")
     from titan_muon.cli.main import main
 
+    if arguments[0] == "verify":
+        # It takes a minute; tests of its own run it.
+        assert arguments == ["verify"]
+        return
+    if arguments[0] == "migrate":
+        (folder / "OLD.toml").write_text("[model]\nname = 'llama3'\nflavor = '8B'\n")
+        arguments = [str(folder / a) if a.endswith(".toml") else a for a in arguments]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         main(arguments)
     if arguments[0] == "plan" and "llama3_70b" in arguments:

@@ -13,6 +13,8 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "plan": ("titan_muon.cli.plan", "say what the optimizer of a train config would do and cost"),
     "options": ("titan_muon.cli.options", "list algorithms, or the options of one"),
+    "verify": ("titan_muon.cli.verify", "check accuracy, speed and training on this machine"),
+    "migrate": ("titan_muon.cli.migrate", "bring an older train config to today's names"),
 }
 
 _NEEDS = {

@@ -165,9 +165,9 @@ def _build(paths: DataPaths) -> None:
     try:
         work = DataPaths(Path(temporary) / "data")
         work.folder.mkdir()
-        documents = _read_documents()
-        validation = [item for item in documents if _is_held_out(item["path"])]
-        train = [item for item in documents if not _is_held_out(item["path"])]
+        documents = read_documents()
+        validation = [item for item in documents if is_held_out(item["path"])]
+        train = [item for item in documents if not is_held_out(item["path"])]
         _write_lines(work.train, train)
         _write_lines(work.validation, validation)
         _write_tokenizer(work.tokenizer, [item["text"] for item in train])
@@ -189,8 +189,8 @@ def _build(paths: DataPaths) -> None:
     _logger.info("Built tokenizer and corpus in %s.", paths.folder)
 
 
-def _read_documents() -> list[dict[str, str]]:
-    """Return the library's source files in an order fixed by ``_SEED``."""
+def read_documents() -> list[dict[str, str]]:
+    """Return path and text of the library's source files, in an order fixed by ``_SEED``."""
     root = Path(sysconfig.get_path("stdlib"))
     documents = []
     for file in root.rglob("*.py"):
@@ -213,7 +213,8 @@ def _read_documents() -> list[dict[str, str]]:
     return sorted(documents, key=lambda document: _digest(f"{_SEED}/{document['path']}"))
 
 
-def _is_held_out(path: str) -> bool:
+def is_held_out(path: str) -> bool:
+    """Return whether a document is for validation, by its path."""
     return _digest(path) % _VALIDATION_MODULUS == 0
 
 
