@@ -115,6 +115,9 @@ class DeviceTable:
         classes, bounds = _tiles(segments, table.pieces)
         self.slots = int(bounds[-1])
         self.bounds = bounds.to(device)
+        counts = torch.zeros(table.pieces)
+        counts.index_add_(0, segments[:, 7], (segments[:, 1] * segments[:, 2]).float())
+        self.elements = counts.to(device)
         self.classes = [TileClass(c.columns, c.aligned, c.tiles.to(device)) for c in classes]
 
 

@@ -72,10 +72,23 @@ def stack_dtype(
     return resolve_dtype(group["ns_dtype"], device, input_dtype)
 
 
-def inverse_norms(square_sums: Tensor) -> Tensor:
-    """Return 1 / norm from sums of squares; a zero matrix stays zero."""
-    tiny = torch.finfo(square_sums.dtype).tiny
-    return square_sums.sqrt().clamp_min_(tiny).reciprocal_()
+def inverse_norms(largest: Tensor, square_sums: Tensor, elements: Tensor) -> Tensor:
+    """Return 1 / norm of matrices; a zero matrix stays zero.
+
+    Where the squares have left their dtype's range, 1 / the largest norm that there can be: too
+    small a start costs accuracy where too large a one diverges.
+
+    Args:
+        largest, square_sums: Largest magnitude and sum of squares of each matrix.
+        elements: Number of elements of each.
+    """
+    info = torch.finfo(square_sums.dtype)
+    # Far above the smallest square, since many elements share the sum.
+    is_exact = (square_sums > info.tiny**0.75) & (square_sums <= info.max)
+    norms = torch.where(is_exact, square_sums.sqrt(), largest * elements.sqrt())
+    # A NaN or inf in the matrix stays one.
+    norms = torch.where(largest.isfinite(), norms, square_sums)
+    return norms.clamp_min_(info.tiny).reciprocal_()
 
 
 def start_of(stack: Tensor, group: Mapping[str, Any]) -> float:

@@ -49,6 +49,7 @@ class StepShards:
         self.gradients = Gradients(members)
         self.params = TensorList(m.shard() for m in members)
         statistics = torch.zeros((len(own_params), 2), device=device)
+        elements = torch.zeros(len(own_params), device=device)
         for number, table in tables.own.items():
             measured = kinds[number].ops.advance(
                 self.gradients.grads,
@@ -59,7 +60,8 @@ class StepShards:
             )
             # Every own piece has one kind and is zero in the others.
             statistics = statistics + measured.to(device)
-        self.inverse_norms = inverse_norms(statistics[:, 1])
+            elements = elements + table.on(device).elements
+        self.inverse_norms = inverse_norms(statistics[:, 0], statistics[:, 1], elements)
         self.sent = exponents(statistics[:, 0])
         self.sent_factors = power_of_two(-self.sent)
         self.squares = self._weight_squares(statistics)

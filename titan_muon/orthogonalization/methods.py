@@ -250,10 +250,17 @@ def _enlargement(rows: int, dtype: torch.dtype, chosen: str) -> float:
 def _normalize(x: Tensor, factor: float, ops: Operations, *, out: Tensor) -> None:
     """Write ``x / (factor * norm)`` of each matrix."""
     wide = torch.float64 in (x.dtype, out.dtype)
-    accumulate = torch.float64 if wide else torch.float32
+    divisor = torch.float64 if wide else torch.float32
+    # Squares leave the range of a dtype long before its values do: a momentum without gradients
+    # falls below 1e-23 in a thousand steps, its squares to zero, and the quotient is no number.
+    accumulate = torch.float32 if x.device.type == "mps" else torch.float64
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accumulate)
+    if x.dtype == accumulate and x.numel():
+        largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+        bound = largest * (x.shape[-2] * x.shape[-1]) ** 0.5
+        norm = torch.where(norm > torch.finfo(accumulate).tiny ** 0.45, norm, bound)
     # The smallest normal number turns 0/0 into 0 and is far below any norm that matters.
-    norm = norm.mul_(factor).clamp_min_(torch.finfo(accumulate).tiny)
+    norm = norm.mul_(factor).to(divisor).clamp_min_(torch.finfo(divisor).tiny)
     ops.divide(x, norm, out=out)
 
 
