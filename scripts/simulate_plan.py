@@ -23,12 +23,13 @@ from titan_muon.integration import cpu_runtime
 if cpu_runtime.needs_cpu_runtime():
     cpu_runtime.install()
 
+from titan_muon.cli.gpu_plans import plan_model  # noqa: E402
 from titan_muon.distributed.costs import owner_bound, plan_costs  # noqa: E402
 from titan_muon.distributed.geometry import geometry, segments  # noqa: E402
 from titan_muon.distributed.layout import local_region  # noqa: E402
 from titan_muon.distributed.plan import Plan  # noqa: E402
 from titan_muon.distributed.tables import rank_tables  # noqa: E402
-from titan_muon.integration.meta_model import fake_ranks, meta_model, plan_model  # noqa: E402
+from titan_muon.integration.meta_model import fake_ranks, meta_model  # noqa: E402
 
 LLAMA = "torchtitan.models.llama3.config_registry"
 DEEPSEEK = "torchtitan.models.deepseek_v3.config_registry"

@@ -18,7 +18,8 @@ if cpu_runtime.needs_cpu_runtime():
     cpu_runtime.install()
 logging.disable(logging.WARNING)
 from tests.helpers.plan_checks import check_plan
-from titan_muon.integration.meta_model import fake_ranks, meta_model, plan_model
+from titan_muon.cli.gpu_plans import plan_model
+from titan_muon.integration.meta_model import fake_ranks, meta_model
 import importlib
 module, name, ranks, tp, ep = json.loads(sys.argv[1])
 config = getattr(importlib.import_module(module), name)()

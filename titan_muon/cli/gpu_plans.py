@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_muon.distributed.geometry import coordinate_of
 from titan_muon.distributed.layout import (
@@ -18,14 +18,16 @@ from titan_muon.distributed.layout import (
     region_shape,
 )
 from titan_muon.distributed.plan import Plan, Unit, make_plan
+from titan_muon.integration.fused_weights import fused_splits
 from titan_muon.kernels import dispatch
 from titan_muon.optim import Muon, members
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.groups import group_names, matrix_rules
 from titan_muon.optim.kinds import number_kinds
 from titan_muon.optim.members import Member
+from titan_muon.optim.param_groups import assign, to_groups
 
-__all__ = ["RankSet", "elements_by_rank", "parts_of", "rank_sets"]
+__all__ = ["RankSet", "elements_by_rank", "parts_of", "plan_model", "rank_sets"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,19 @@ def _as_on_nvidia() -> Generator[None]:
     finally:
         for module, names in originals.items():
             vars(module).update(names)
+
+
+def plan_model(model: nn.Module) -> list[Plan]:
+    """Plan Muon with its defaults and the default routing for a laid-out model.
+
+    Args:
+        model: For example of :func:`titan_muon.integration.meta_model.meta_model`. Not modified.
+
+    Returns:
+        One plan for each set of ranks.
+    """
+    found = assign(model, ("muon", {}), ("adamw", {}), splits=fused_splits(model))
+    return [ranks.plan for ranks in rank_sets(Muon(to_groups(found)))]
 
 
 def rank_sets(optimizer: Muon) -> list[RankSet]:
