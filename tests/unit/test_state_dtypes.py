@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from titan_muon.optim import state_tensors
 from titan_muon.optim.state_tensors import copy_state, encode, new_state
 
 torchao = pytest.importorskip("torchao", reason="quantised state needs torchao")
+ROOT = Path(__file__).parents[2]
 FORMATS = ("int8", "int4", "float8")
 EVERY = (*ALGORITHMS, register_averaged())
 # Distance from float32 state after five steps of gaussian gradients, relative to the movement:
@@ -229,3 +231,11 @@ def test_encoded_memory_is_what_the_format_promises():
         assert sum(b.nbytes for b in bits(state)) / 512**2 <= most
     codes, scale = encode([new_state(torch.zeros(64, 64), "int4")], torch.zeros(4096))
     assert (codes.numel(), scale.numel()) == (2048, 32)
+
+
+def test_memory_table_of_the_readme_is_todays():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import memory_table
+
+    text = memory_table.README.read_text(encoding="utf-8")
+    assert memory_table.with_table(text) == text, "run python scripts/memory_table.py --write"
