@@ -35,19 +35,19 @@ _FLEX = "build the model with attn_backend = 'flex'"
 _LINEARS = ("wq", "wk", "wkv", "wqkv", "wq_b", "wkv_b")
 
 
-class MaxLogits:
+class MaxLogits(nn.Module):
     """What an attention module that can report its largest logits has beside its forward."""
 
-    training: bool
-    # (local heads,) float32, set once the weights have storage. No buffer: it must survive
-    # neither in a checkpoint nor a broadcast of buffers.
-    max_logits: Tensor | None = None
+    # (local heads,) float32 once something watches. A buffer, because torch's pipelining learns
+    # its shapes from passes over uninitialised memory and restores the buffers afterwards.
+    max_logits: Tensor | None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("max_logits", None, persistent=False)
 
     def observed(self) -> Tensor | None:
-        """Return what to observe into, None where this forward pass does not count.
-
-        Validation, and the pass by which a pipeline learns its shapes, run without autograd.
-        """
+        """Return what to observe into, None where this forward pass does not count."""
         return self.max_logits if self.training and torch.is_grad_enabled() else None
 
 

@@ -93,7 +93,8 @@ class QKClip:
 
         Returns:
             (len(heads),) float32 on the device of the weights, for :func:`observe`. It is changed
-            in place from now on; do not replace it.
+            in place from now on; do not replace it. In a model under torch's pipelining make it a
+            non-persistent buffer: those are restored after the passes that only learn shapes.
 
         Raises:
             ValueError: A weight has no storage, another number of dims, rows outside its shape, or
