@@ -300,12 +300,20 @@ def test_layouts_cost_what_the_table_says(case):
 
 
 def test_files_exist():
-    links = [t for t in re.findall(r"\]\(([^)]+)\)", README) if not t.startswith("http")]
+    links = [t for t in re.findall(r"\]\(([^)]+)\)", README) if not t.startswith(("http", "#"))]
     paths = [c for c in CODE if re.fullmatch(r"[\w./]+/[\w.]+", c) and not c.startswith("outputs")]
     assert len(links) >= 5
     assert len(paths) >= 10
     for path in [*links, *paths]:
         assert any((base / path).exists() for base in (ROOT, ROOT / "titan_muon")), path
+
+
+def test_contents_name_every_section():
+    headings = re.findall(r"^## (.*)$", README, re.MULTILINE)
+    listed = re.findall(r"\[([^\]]+)\]\(#([^)]+)\)", README.partition("\n## ")[0])
+    assert [title for title, _ in listed] == headings
+    for title, anchor in listed:
+        assert anchor == re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
 
 
 def test_changelog_speaks_of_checkpoints():
