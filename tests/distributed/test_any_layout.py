@@ -67,6 +67,7 @@ def step_all(works: list[MatrixWork]) -> None:
         batches = [work.receive(stage, m) for work, m in zip(works, arriving, strict=True)]
         for work, batch in zip(works, batches, strict=True):
             work.compute(batch)
+            work.write(batch)
         returning = [work.send_back(stage, b) for work, b in zip(works, batches, strict=True)]
         for work, message in zip(works, returning, strict=True):
             work.land(message)

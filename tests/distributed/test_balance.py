@@ -4,9 +4,11 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_muon.distributed import plan as plan_module
 from titan_muon.distributed.balance import improve, load_bound
 from titan_muon.distributed.layout import Cut, Layout
 from titan_muon.distributed.matrices import matrix_rule
@@ -105,3 +107,33 @@ def test_stages_hold_the_budget():
     plan = make_plan(_params(40, 4), max_stage_bytes=3000)
     for rank, stage in itertools.product(plan.ranks, range(plan.stages)):
         assert sum(u.owner == rank and u.stage == stage for u in plan.units) <= 2
+
+
+def test_first_and_last_stage_are_the_smallest(monkeypatch):
+    """What they send is all that no arithmetic hides."""
+    monkeypatch.setattr(plan_module, "STAGE_FLOPS", 1.0)
+    # Each of 2 ranks gets six large matrices, two middling and two small ones.
+    plan = make_plan(
+        _params(20, 2, cost=lambda i: 2.4 if i < 12 else 1.6 if i < 16 else 1.4),
+        max_stage_bytes=1 << 30,
+    )
+    assert plan.stages == 6
+    for rank in plan.ranks:
+        work = [
+            sum(_cost(plan, u) for u in plan.units if (u.owner, u.stage) == (rank, stage))
+            for stage in range(plan.stages)
+        ]
+        assert work == pytest.approx([1.4, 4.8, 4.8, 4.8, 3.2, 1.4])
+
+
+@pytest.mark.parametrize(
+    ("cost", "stages"), [(0.01, 1), (0.1, 1), (0.25, 2), (0.5, 4), (1.0, 6), (100.0, 6)]
+)
+def test_little_work_gets_few_stages(monkeypatch, cost, stages):
+    monkeypatch.setattr(plan_module, "STAGE_FLOPS", 1.2)
+    plan = make_plan(_params(20, 2, cost=lambda i: cost), max_stage_bytes=1 << 30)
+    assert plan.stages == stages
+
+
+def _cost(plan, unit) -> float:
+    return plan.params[unit.param].costs[unit.index]

@@ -7,6 +7,7 @@ of one owner, most expensive first. stage: the units that travel and are compute
 
 import hashlib
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,10 @@ from titan_muon.distributed.matrices import MatrixRule, block_rows
 
 __all__ = ["Channel", "Plan", "PlanParam", "Unit", "make_plan"]
 
-# Enough for the exchange of the next stage to run under the arithmetic of the one before; more
-# stages would only make launches smaller.
-_OVERLAP_STAGES = 4
+# A host needs about two milliseconds to enqueue a stage; on an H200 that is this much arithmetic.
+# With less in each, stages would make a step wait for the host.
+STAGE_FLOPS = 1.2e12
+_OVERLAP_STAGES = 6
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class PlanParam:
             the same options and dtypes.
         channels: What travels to the owner; the first is the direction, and the update travels
             back in its dtype. The others travel both ways.
-        costs: Cost of one matrix of each block, in any unit that is the same for all parameters.
+        costs: FLOPs of one matrix of each block.
         work_bytes: Memory that one matrix of each block takes while it is computed.
     """
 
@@ -93,7 +95,7 @@ class Plan:
         ranks: Global ranks, ascending.
         units: All matrices, by parameter and index.
         stages: Number of stages.
-        loads: Cost that each of ``ranks`` computes.
+        loads: FLOPs that each of ``ranks`` computes.
     """
 
     params: tuple[PlanParam, ...]
@@ -220,18 +222,61 @@ def _choose_owners(drafts: Sequence[_Draft], loads: dict[int, float]) -> list[in
 def _cut_queues(
     drafts: Sequence[_Draft], owners: Sequence[int], max_stage_bytes: int, *, overlap: bool
 ) -> tuple[list[int], int]:
-    """Cut every owner's queue into the same number of stages, by position in the queue."""
+    """Cut every owner's queue into the same number of stages, by position in the queue.
+
+    The exchange to the first stage and that from the last one run under no arithmetic. Where there
+    are three stages or more, those two are the smallest.
+    """
     queues: dict[int, list[int]] = {}
     for i in sorted(range(len(drafts)), key=lambda i: (-drafts[i].cost, drafts[i].columns, i)):
         queues.setdefault(owners[i], []).append(i)
-    longest = max((len(q) for q in queues.values()), default=0)
-    count = max(1, min(_OVERLAP_STAGES, longest)) if overlap else 1
-    count = max([count, *(_needed(drafts, q, max_stage_bytes) for q in queues.values())])
+    count = _overlap_stages(drafts, queues) if overlap else 1
     stage_of = [0] * len(drafts)
-    for queue in queues.values():
-        for position, i in enumerate(queue):
-            stage_of[i] = position * count // len(queue) if len(queue) >= count else position
-    return _tighten(drafts, queues, stage_of, count, max_stage_bytes)
+    while True:
+        for queue in queues.values():
+            for stage, part in enumerate(_parts(drafts, queue, count)):
+                for i in part:
+                    stage_of[i] = stage
+        for queue in queues.values():
+            queue.sort(key=lambda i: stage_of[i])
+        needed = max((_needed(drafts, q, max_stage_bytes) for q in queues.values()), default=1)
+        if needed <= count:
+            return _tighten(drafts, queues, stage_of, count, max_stage_bytes)
+        count = needed
+
+
+def _overlap_stages(drafts: Sequence[_Draft], queues: dict[int, list[int]]) -> int:
+    """Return in how many stages the exchange is worth hiding."""
+    longest = max((len(q) for q in queues.values()), default=0)
+    work = max((sum(drafts[i].cost for i in q) for q in queues.values()), default=0.0)
+    by_work = int(work / STAGE_FLOPS) if STAGE_FLOPS else longest
+    return max(1, min(_OVERLAP_STAGES, longest, by_work))
+
+
+def _parts(drafts: Sequence[_Draft], queue: Sequence[int], count: int) -> list[list[int]]:
+    """Cut a queue into parts: cheap units first and last, the most expensive in the second."""
+    queue = sorted(queue, key=lambda i: (-drafts[i].cost, drafts[i].columns, i))
+    if len(queue) <= count:
+        return [queue[p : p + 1] for p in range(count)]
+    last = first = []
+    if count > 2:
+        share = sum(drafts[i].cost for i in queue) / (2 * (count - 1))
+        last = _cheapest(drafts, queue, share, keep=count - 1)
+        first = _cheapest(drafts, queue, share, keep=count - 2)
+    middle = count - 2 if count > 2 else count
+    cuts = [position * len(queue) // middle for position in range(middle + 1)]
+    inner = [queue[i:j] for i, j in itertools.pairwise(cuts)]
+    return [first, *inner, last] if count > 2 else inner
+
+
+def _cheapest(drafts: Sequence[_Draft], queue: list[int], share: float, *, keep: int) -> list[int]:
+    """Take units off the cheap end of a queue, as close to a share of the work as they come."""
+    taken = [queue.pop()]
+    work = drafts[taken[0]].cost
+    while len(queue) > keep and work + drafts[queue[-1]].cost / 2 <= share:
+        taken.insert(0, queue.pop())
+        work += drafts[taken[0]].cost
+    return taken
 
 
 def _needed(drafts: Sequence[_Draft], queue: Sequence[int], limit: int) -> int:
