@@ -15,6 +15,7 @@ leave, while the next products run; the two never wait for each other.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -202,6 +203,11 @@ def _hopper_kernel(
     # fmt: on
 
 
+# What Triton compiled, by all that the compilation depends on. Finding it through Triton's own
+# binder, which spells out five descriptors, takes longer than the product of a small matrix.
+_COMPILED: dict[tuple[int | None, torch.dtype, tuple[object, ...]], Any] = {}
+
+
 def launch(
     a: Tensor,
     b: Tensor,
@@ -233,18 +239,23 @@ def launch(
     out_desc = _describe(out, half, shape.bn)
     tiles = shape.tiles(rows) if symmetric else shape.all_tiles(rows, columns)
     total = batch * tiles
-    _hopper_kernel[(min(total, _multiprocessors(a.device)),)](
+    arguments = (
         _describe(a.mT, shape.bk, half) if a_transposed else _describe(a, half, shape.bk),
         _describe(b.mT, shape.bn, shape.bk) if b_transposed else _describe(b, shape.bk, shape.bn),
         out_desc if c is None else _describe(c, half, shape.bn),
         out_desc,
         _describe(out, shape.bn, half),
         rows, columns, depth, alpha, beta, tiles, total,
-        HAS_C=c is not None, SYMMETRIC=symmetric,
-        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
-        BM=shape.bm, BN=shape.bn, BK=shape.bk, GROUP=shape.group, STAGES=shape.stages,
-        num_warps=4,
+        c is not None, symmetric, a_transposed, b_transposed,
+        shape.bm, shape.bn, shape.bk, shape.group, shape.stages,
     )  # fmt: skip
+    grid = (min(total, _multiprocessors(a.device)), 1, 1)
+    key = (a.device.index, a.dtype, arguments[12:])
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        _COMPILED[key] = _hopper_kernel[grid](*arguments, num_warps=4)
+    else:
+        compiled[grid](*arguments)
     return out
 
 
@@ -260,5 +271,30 @@ def _layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout
 
 
 def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = _layout(x.dtype, rows, columns)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns], layout)
+    return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), rows, columns)
+
+
+# Work buffers lie at the same few addresses in every step, and checking a descriptor takes longer
+# than finding it here.
+@lru_cache(maxsize=4096)
+def _descriptor(
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    rows: int,
+    columns: int,
+) -> TensorDescriptor:
+    layout = _layout(dtype, rows, columns)
+    block = [1, rows, columns]
+    return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), block, layout)
+
+
+class _Address:
+    """What a descriptor asks of its tensor; a cached tensor would keep its memory allocated."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
