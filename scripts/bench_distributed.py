@@ -10,6 +10,7 @@ without sharding, run by rank 0 alone. Without GPUs it runs on gloo with small s
 
 import argparse
 import os
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,8 +118,12 @@ def report(name, shapes, layout: Layout, device: torch.device, steps: int) -> No
             runs[label] = ShardedRun(factory, shapes, layout, device)
         except Exception as error:  # noqa: BLE001 - a peer may fail in any way; say so and go on
             failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    turns = list(runs.values())
+    shuffle = random.Random(0).shuffle
     for _ in range(steps):
-        for run in runs.values():
+        # A GPU runs slower after a hot neighbour, so no two keep their places.
+        shuffle(turns)
+        for run in turns:
             dist.barrier()
             run.step()
     one = Run(factories["titan-muon Muon"], shapes, device)

@@ -8,6 +8,7 @@ adds at its peak to weights and gradients, state included. On a CPU every shape 
 """
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -80,8 +81,12 @@ def table(name: str, shapes: list[tuple[int, ...]], device: torch.device, steps:
             runs[label] = Run(factory, shapes, device)
         except Exception as error:  # noqa: BLE001 - a peer may fail in any way; say so and go on
             failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    turns = list(runs.values())
+    shuffle = random.Random(0).shuffle
     for _ in range(steps):
-        for run in runs.values():
+        # A GPU runs slower after a hot neighbour, so no two keep their places.
+        shuffle(turns)
+        for run in turns:
             run.step()
     own = runs["titan-muon Muon"].device_ms()
     weights = sum(torch.Size(s).numel() for s in shapes)
