@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from titan_muon.distributed.layout import is_dtensor, layout_of, local_region, region_shape
 
@@ -20,8 +21,22 @@ __all__ = [
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, or the plain tensor itself; shares its storage."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    """Return the local shard of a DTensor, or the plain tensor itself; shares its storage.
+
+    Of a tensor that wraps the one with its values, as torchao's float8 and MXFP8 training weights
+    do, it is that one: kernels work on addresses.
+    """
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local if type(local) in (Tensor, Parameter) else _unwrapped(local)
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    names, _ = tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ((), None)
+    for name in names:
+        inner = getattr(tensor, name)
+        if inner.shape == tensor.shape and inner.dtype == tensor.dtype:
+            return inner
+    return tensor
 
 
 def local_gradient(param: Tensor, name: str) -> Tensor | None:
