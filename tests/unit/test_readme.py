@@ -97,6 +97,24 @@ def test_worked_example_computes_what_it_says(smooth_muon):
     assert optimizer.state[weight]["length_buffer"].shape == (6, 1)
 
 
+def test_torch_muon_carries_over():
+    """The README's two optimizers take the same step from there."""
+    (source,) = (text for text in blocks("python") if "torch.optim.Muon" in text)
+    names = {"torch": torch, "nn": torch.nn, "Muon": Muon}
+    torch.manual_seed(0)
+    exec(source, names)
+    weight, start = names["weights"][0], names["weights"][0].detach().clone()
+    weight.grad = torch.randn(64, 128)
+    moved = []
+    for optimizer in (names["before"], names["after"]):
+        with torch.no_grad():
+            weight.copy_(start)
+        optimizer.step()
+        moved.append(weight.detach() - start)
+    # torch iterates in bfloat16, which puts about 1 % on the update.
+    assert (moved[0] - moved[1]).norm() < 0.04 * moved[0].norm()
+
+
 @pytest.mark.parametrize("text", blocks("toml"), ids=lambda text: text.splitlines()[1])
 def test_toml_blocks_load(text, tmp_path, smooth_muon):
     pytest.importorskip("torchtitan")
