@@ -113,7 +113,7 @@ def result(
     costs, (flops, bandwidth) = plan_costs(plan), rates
     compute = max(plan.loads) / flops
     wire = costs.bytes_sent.max().item() / bandwidth
-    exposed = wire / max(1, costs.collectives // 2)
+    exposed = costs.edge_bytes.max().item() / bandwidth
     return Result(
         *run,
         matrices=len(plan.units),

@@ -96,6 +96,18 @@ class TestCosts(ThreadRanks):
             most = must + parcels * MOST_A_PARCEL + rows * len(plan.ranks)
             assert must <= sent <= most, f"{name}: {sent} bytes, {must:.0f} bodies"
 
+    def test_edges_are_what_goes_to_the_first_stage_and_comes_from_the_last(self):
+        for name in LAYOUTS:
+            (work,) = self._step(name, "float16")._works
+            plan, costs = work.plan, plan_costs(work.plan)
+            if not costs.collectives:
+                continue
+            here = plan.ranks.index(self.rank)
+            there, _ = route(plan, self.rank, 0)
+            _, back = route(plan, self.rank, plan.stages - 1)
+            counted = sum(sum(r.send_bytes) - r.send_bytes[here] for r in (there, back))
+            assert int(costs.edge_bytes[self.rank]) == counted, name
+
     def test_work_is_divided_among_all_that_can_share_it(self):
         for name, case in LAYOUTS.items():
             (work,) = self._step(name, "float16")._works

@@ -190,10 +190,11 @@ def test_modelled_time():
     rates = Rates(tflops=1.0, link_gbs=1.0)
     loads = torch.tensor([1e12, 2e12], dtype=torch.float64)
     sent = torch.tensor([4_000_000_000, 1_000_000_000])
+    edges = torch.tensor([1_000_000_000, 500_000_000])
     # The slowest rank of each: 2 s of arithmetic, 4 s of exchange, of which 1 s cannot hide.
-    assert set_seconds(loads, sent, 4, rates) == (2.0, 4.0, 1.0 + 3.0)
-    assert set_seconds(loads, sent, 1, rates) == (2.0, 4.0, 4.0 + 2.0)
-    assert set_seconds(2 * loads, sent, 4, rates) == (4.0, 4.0, 1.0 + 4.0)
+    assert set_seconds(loads, sent, edges, rates) == (2.0, 4.0, 1.0 + 3.0)
+    assert set_seconds(loads, sent, sent, rates) == (2.0, 4.0, 4.0 + 2.0)
+    assert set_seconds(2 * loads, sent, edges, rates) == (4.0, 4.0, 1.0 + 4.0)
 
 
 def test_warnings(tmp_path):

@@ -203,8 +203,7 @@ class Figures:
                 total += elements_by_rank(param, stage.ranks)
         seconds = float(elementwise_bytes(*weights).max()) / (self.rates.memory_gbs * 1e9)
         parts = [
-            # Two all-to-alls for each stage in which anything travels.
-            set_seconds(cost.loads, cost.bytes_sent, cost.collectives // 2, self.rates)
+            set_seconds(cost.loads, cost.bytes_sent, cost.edge_bytes, self.rates)
             for cost in costs
         ]
         compute, exchange, both = (sum(part[i] for part in parts) for i in range(3))

@@ -150,8 +150,8 @@ def _times(report: Report) -> str:
     times, rates = report.milliseconds, report.rates
     return (
         f"modelled time of the optimizer: {times.total:.3g} ms a step\n"
-        f"  orthogonalization {times.orthogonalize:.3g}, exchange {times.exchange:.3g} (all but "
-        f"one stage of it may hide under that), elementwise {times.elementwise:.3g}\n"
+        f"  orthogonalization {times.orthogonalize:.3g}, exchange {times.exchange:.3g} (hides "
+        f"under that but for its first and last stage), elementwise {times.elementwise:.3g}\n"
         f"  assuming {rates.tflops:g} TFLOP/s (--tflops), {rates.link_gbs:g} GB/s sent by a rank "
         f"(--link-gbs), {rates.memory_gbs:g} GB/s of memory (--memory-gbs)"
     )

@@ -44,7 +44,7 @@ class Times:
         orthogonalize: Arithmetic.
         exchange: All-to-alls, hidden or not.
         elementwise: Momentum, direction, write, and AdamW.
-        total: Of the step; all but one stage's share of the exchange can hide under arithmetic.
+        total: Of the step; the exchange hides under arithmetic, but for its first and last stage.
     """
 
     orthogonalize: float
@@ -54,20 +54,19 @@ class Times:
 
 
 def set_seconds(
-    loads: Tensor, bytes_sent: Tensor, stages: int, rates: Rates
+    loads: Tensor, bytes_sent: Tensor, edge_bytes: Tensor, rates: Rates
 ) -> tuple[float, float, float]:
     """Return the seconds of arithmetic, of exchange and of both of one plan; its ranks wait.
 
     Args:
         loads: FLOPs of each rank.
         bytes_sent: By each rank.
-        stages: Those in which anything travels.
+        edge_bytes: Those of them that run under no arithmetic.
         rates: Assumed.
     """
     compute = float(loads.max()) / (rates.tflops * 1e12)
-    exchange = float(bytes_sent.max()) / (rates.link_gbs * 1e9)
-    first_and_last = exchange / max(stages, 1)
-    return compute, exchange, first_and_last + max(compute, exchange - first_and_last)
+    exchange, edges = (float(b.max()) / (rates.link_gbs * 1e9) for b in (bytes_sent, edge_bytes))
+    return compute, exchange, edges + max(compute, exchange - edges)
 
 
 def elementwise_bytes(matrix_weights: Tensor, other_weights: Tensor) -> Tensor:

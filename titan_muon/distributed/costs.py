@@ -23,6 +23,7 @@ class PlanCosts:
 
     Args:
         bytes_sent: To other ranks, headers included.
+        edge_bytes: Those of them that no arithmetic can hide: to the first stage, from the last.
         matrices: Orthogonalized.
         loads: In the unit of the plan's costs.
         shard_bytes: This rank's shards of all matrices in the wire dtype.
@@ -32,6 +33,7 @@ class PlanCosts:
     """
 
     bytes_sent: Tensor
+    edge_bytes: Tensor
     matrices: Tensor
     loads: Tensor
     shard_bytes: Tensor
@@ -46,7 +48,8 @@ def plan_costs(plan: Plan) -> PlanCosts:
     position = {rank: p for p, rank in enumerate(plan.ranks)}
     # What lies in each of the four packet buffers of a stage.
     packets = torch.zeros((4, plan.stages, ranks), dtype=torch.int64)
-    sent, matrices = (torch.zeros(ranks, dtype=torch.int64) for _ in range(2))
+    sent, edge, matrices = (torch.zeros(ranks, dtype=torch.int64) for _ in range(3))
+    stages = sorted({unit.stage for unit in plan.units if unit.travels})
     work = torch.zeros((plan.stages, ranks), dtype=torch.int64)
     shards = torch.zeros(ranks, dtype=torch.int64)
     for param in plan.params:
@@ -67,11 +70,16 @@ def plan_costs(plan: Plan) -> PlanCosts:
             receive_there[owner] += there.sum()
             receive_back += whole
             send_back[owner] += whole.sum()
+            # A rank keeps what it would send to itself.
+            there[owner] = 0
+            back = whole.sum() - whole[owner]
             sent += there
-            sent[owner] += whole.sum() - whole[owner] - there[owner]
-    stages = {unit.stage for unit in plan.units if unit.travels}
+            sent[owner] += back
+            edge += there * (unit.stage == stages[0])
+            edge[owner] += back * (unit.stage == stages[-1])
     return PlanCosts(
         sent,
+        edge,
         matrices,
         torch.tensor(plan.loads, dtype=torch.float64),
         shards,
