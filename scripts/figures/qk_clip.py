@@ -95,7 +95,7 @@ def draw(rows: list[tuple[float, ...]], lr: float, threshold: float, path: Path)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--threshold", type=float, default=30.0)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     given = parser.parse_args()
