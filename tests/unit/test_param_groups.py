@@ -410,3 +410,23 @@ def test_torchtitan_fused_weights_know_their_rows():
     routed = assign(model, ("muon", {}), ("adamw", {}), splits=splits)
     assert {d.name for d in routed if "split" in d.options} == set(splits)
     Muon([{"params": [d.param], "algorithm": d.algorithm, **d.options} for d in routed])
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_gate_and_up_of_the_fused_override_are_two_matrices(experts):
+    pytest.importorskip("triton", reason="torchtitan's fused_swiglu override needs it")
+    fused_swiglu = pytest.importorskip("torchtitan.overrides.fused_swiglu")
+    from titan_muon.integration.fused_weights import fused_splits
+
+    kind = fused_swiglu.FusedGroupedExperts if experts else fused_swiglu.FusedSwiGLU
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    shape = (3, 12, 2, 8) if experts else (12, 2, 8)
+    module.w13 = nn.Parameter(torch.randn(shape))
+    model = nn.ModuleDict({"feed_forward": module})
+    splits = fused_splits(model)
+    assert splits == {"feed_forward.w13": {"kind": "fused_dim"}}
+    (routed,) = assign(model, ("muon", {}), ("adamw", {}), splits=splits)
+    optimizer = Muon([{"params": [routed.param], "algorithm": "muon", **routed.options}])
+    (work,) = optimizer._matrix_works()
+    assert [(u.rows, u.columns) for u in work.plan.units] == [(12, 8)] * (6 if experts else 2)

@@ -137,7 +137,7 @@ def _blocks(rule: MatrixRule) -> list[tuple[RowRange, ...]]:
 
 def _lead_dims(rule: MatrixRule) -> int:
     """Return how many leading dims are a stack; 0 for flattened parameters."""
-    return 0 if rule.flattened else len(rule.shape) - 2
+    return 0 if rule.flattened else len(rule.shape) - 1 - rule.row_dims
 
 
 def _folded_region(
@@ -145,12 +145,12 @@ def _folded_region(
 ) -> tuple[tuple[Interval, ...], tuple[Interval, ...], tuple[Interval, ...]]:
     """Return the region as intervals of stack elements, rows and columns, in local order."""
     region = local_region(layout, coordinate)
-    lead = _lead_dims(rule)
+    lead, columns = _lead_dims(rule), _lead_dims(rule) + rule.row_dims
     shape = layout.shape
     return (
         _flatten(shape[:lead], region[:lead]),
-        region[lead],
-        _flatten(shape[lead + 1 :], region[lead + 1 :]),
+        _flatten(shape[lead:columns], region[lead:columns]),
+        _flatten(shape[columns:], region[columns:]),
     )
 
 
@@ -207,8 +207,10 @@ def _block_homes(layout: Layout, rule: MatrixRule, axes: list[int]) -> list[tupl
     sizes = [sum(r.count for r in ranges) for ranges in blocks]
     # Where columns are cut, every rank along that axis has the buffers by row, even one that holds
     # no column: they must come back to it.
-    row_dim = _lead_dims(rule)
-    if any((layout.cuts[a].dim or 0) > row_dim and layout.mesh_shape[a] > 1 for a in axes):
+    first_column_dim = _lead_dims(rule) + rule.row_dims
+    if any(
+        (layout.cuts[a].dim or 0) >= first_column_dim and layout.mesh_shape[a] > 1 for a in axes
+    ):
         return homes
     # The first coordinate holds the most.
     _, rows, columns = _folded_region(layout, rule, (0,) * len(layout.cuts))

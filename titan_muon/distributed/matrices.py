@@ -21,6 +21,7 @@ SPLIT_KINDS: dict[str, tuple[str, ...]] = {
     "blocks": ("rows",),
     "strided": ("count",),
     "interleaved_qkv": ("n_kv_heads", "heads_per_kv", "head_dim"),
+    "fused_dim": (),
 }
 
 
@@ -34,6 +35,7 @@ class MatrixRule:
         kind: ``"whole"``, ``"rows"`` or one of the split kinds.
         numbers: Row counts, or the arguments of the split kind.
         flattened: Whether dim 0 is the rows and all other dims are the columns.
+        row_dims: How many tensor dims the rows of a fused matrix consist of.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +43,7 @@ class MatrixRule:
     kind: str
     numbers: tuple[int, ...]
     flattened: bool = False
+    row_dims: int = 1
 
 
 def matrix_rule(
@@ -67,6 +70,8 @@ def matrix_rule(
             f"{name}: shape {shape} has no rows and columns; a Muon-family group takes parameters "
             "of two dims or more. Put it into a group with algorithm = 'adamw'."
         )
+    if isinstance(split, Mapping) and split.get("kind") == "fused_dim":
+        return _fused_dim_rule(shape, split, flatten, name)
     if flatten:
         stack = (1, shape[0], math.prod(shape[1:]))
     else:
@@ -74,6 +79,20 @@ def matrix_rule(
     kind, numbers = _parse_split(split, name)
     _check_rows(kind, numbers, stack[1], name)
     return MatrixRule(shape, stack, kind, numbers, flatten)
+
+
+def _fused_dim_rule(
+    shape: tuple[int, ...], split: Mapping[str, Any], flatten: bool, name: str
+) -> MatrixRule:
+    """Return the rule of (..., M, n, N), which is n matrices (M, N): strided rows of (M * n, N)."""
+    _parse_split(split, name)
+    if len(shape) < 3 or flatten:
+        raise ValueError(
+            f"{name}: split kind 'fused_dim' takes (..., M, n, N), three dims or more, not "
+            f"flattened; got shape {shape} with flatten = {flatten}."
+        )
+    stack = (math.prod(shape[:-3]), shape[-3] * shape[-2], shape[-1])
+    return MatrixRule(shape, stack, "strided", (shape[-2],), row_dims=2)
 
 
 @dataclass(frozen=True)
@@ -119,7 +138,8 @@ def block_rows(rule: MatrixRule) -> list[tuple[RowRange, ...]]:
 def by_row(rule: MatrixRule) -> MatrixRule:
     """Return the rule of a buffer with one value a row of the parameter."""
     stacks, rows, _ = rule.stack
-    return MatrixRule(row_shape(rule), (stacks, rows, 1), rule.kind, rule.numbers)
+    shape, stack = row_shape(rule), (stacks, rows, 1)
+    return MatrixRule(shape, stack, rule.kind, rule.numbers, row_dims=rule.row_dims)
 
 
 def row_shape(rule: MatrixRule) -> tuple[int, ...]:

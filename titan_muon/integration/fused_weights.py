@@ -1,5 +1,6 @@
 """Fused weights of torchtitan's models: which rows are matrices of their own."""
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -30,4 +31,13 @@ def fused_splits(model: nn.Module) -> dict[str, Any]:
         elif isinstance(module, GptOssGroupedExperts):
             # Gate and up rows alternate: swiglu reads x[..., ::2] and x[..., 1::2].
             splits[canonical_name(f"{prefix}.mlp1_weight_EGD")] = {"kind": "strided", "count": 2}
+        elif isinstance(module, _gated_types()):
+            # (..., hidden, 2, dim): gate and up are a dim of their own.
+            splits[canonical_name(f"{prefix}.w13")] = {"kind": "fused_dim"}
     return splits
+
+
+def _gated_types() -> tuple[type, ...]:
+    """Return the modules of torchtitan's fused_swiglu override, which needs Triton, if imported."""
+    override = sys.modules.get("torchtitan.overrides.fused_swiglu")
+    return (override.FusedSwiGLU, override.FusedGroupedExperts) if override else ()

@@ -74,7 +74,7 @@ class Muon(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    # As torch does with the other methods of an optimizer: a compiled region breaks here. The public
+    # As torch does with other methods of an optimizer: a compiled region breaks here. The public
     # torch.compiler.disable would import the compiler with this package.
     @torch._disable_dynamo
     @torch.no_grad()

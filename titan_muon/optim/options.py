@@ -234,7 +234,8 @@ MATRIX_OPTIONS: dict[str, Option] = {
     ),
     "split": Option(
         None,
-        "a list of row counts, or a table with kind = 'blocks' | 'strided' | 'interleaved_qkv'",
+        "a list of row counts, or a table with kind = 'blocks' | 'strided' | 'interleaved_qkv' | "
+        "'fused_dim'",
         _split,
         "rows of a fused weight that are matrices of their own",
     ),
