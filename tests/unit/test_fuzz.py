@@ -21,7 +21,7 @@ from titan_muon.optim.algorithms import algorithm_names, all_option_names  # noq
 
 PACKAGE = str(Path(titan_muon.__file__).parent)
 QUICK = settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 NAMES = sorted(all_option_names())
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
