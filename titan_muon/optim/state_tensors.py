@@ -184,12 +184,12 @@ def allow_loading() -> None:
 def stored(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the plain tensors that a local state tensor consists of: codes and scales, or itself.
 
-    They share its memory.
+    They share its memory. Codes are bytes in every format.
     """
     if not is_quantized(tensor):
         return (tensor,)
     quantized = cast(Any, tensor)
-    return quantized.codes, quantized.scale
+    return quantized.codes.view(torch.uint8), quantized.scale
 
 
 def section(tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -269,7 +269,7 @@ def encode(like: Sequence[Tensor], values: Tensor) -> tuple[Tensor, Tensor]:
     if not hasattr(first, "qmap"):
         dtype = torch.float8_e4m3fn
         scale /= torch.finfo(dtype).max
-        return (blocks / scale.view(-1, 1)).to(dtype).view(-1), scale
+        return (blocks / scale.view(-1, 1)).to(dtype).view(torch.uint8).view(-1), scale
     middles = _middles(type(first).__name__, first.signed, values.device)
     # The nearest entry of the map: one search, where torchao's own way takes thirty passes.
     codes = torch.bucketize(blocks / scale.view(-1, 1), middles, out_int32=True, right=True)
@@ -283,7 +283,7 @@ def _rebuilt(like: Tensor, codes: Tensor, scale: Tensor, shape: Sequence[int]) -
     """Return a tensor of the same format from other codes and scales."""
     kind, float32 = cast(Any, type(like)), torch.float32
     if not hasattr(like, "qmap"):
-        return kind(codes.view(*shape), scale, float32)
+        return kind(codes.view(torch.float8_e4m3fn).view(*shape), scale, float32)
     quantized = cast(Any, like)
     qmap = _on(quantized.qmap, kind.__name__, quantized.signed, codes.device)
     if _is_packed(like):
