@@ -1,4 +1,8 @@
-"""Runs that are killed go on from their last complete checkpoint to the same end, bit for bit."""
+"""Runs that are killed go on from their last complete checkpoint to the same end, bit for bit.
+
+The job is started again; torchrun's own --max-restarts does not work with gloo, whose restarted
+ranks look for those that are gone (torch 2.14).
+"""
 
 import os
 import random
@@ -38,14 +42,11 @@ class Run:
 
     Args:
         folder: Everything the job writes.
-        flags: More flags for torchrun.
         environment: More variables.
         arguments: More flags for the run.
     """
 
-    def __init__(
-        self, folder: Path, *arguments: str, flags: tuple[str, ...] = (), **environment: str
-    ) -> None:
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         for file in folder.glob("pid-*"):
@@ -53,7 +54,7 @@ class Run:
         self._log = (folder / "log").open("a")
         self._start = self._log.tell()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node=2", *flags, "-m", "titan_muon.train"]
+        command += ["--nproc_per_node=2", "-m", "titan_muon.train"]
         command += ["--module", "tests.helpers.crashing_run", "--config", "run"]
         command += ["--dump_folder", str(folder), "--training.steps", str(END)]
         command += ["--checkpoint.interval", str(INTERVAL), *arguments]
@@ -204,17 +205,6 @@ def test_one_rank_killed_ends_the_job(rank: int, expected: dict[str, Any], tmp_p
     run.kill_ranks(rank)
     assert run.end() != 0
     check_resumed(Run(run.folder), expected, INTERVAL)
-
-
-def test_torchrun_restarts_by_itself(expected: dict[str, Any], tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", flags=("--max-restarts=1",))
-    run.wait_for_file(f"{folder_of(INTERVAL)}/.metadata")
-    run.kill_ranks(1)
-    assert run.end() == 0, run.log()
-    assert f"Loading the checkpoint from {run.folder}/checkpoint/step-" in run.log()
-    found = contents(run.folder)
-    weights = [key for key, value in expected.items() if isinstance(value, Tensor)]
-    assert all(torch.equal(found[key], expected[key]) for key in weights)
 
 
 def test_sigterm_as_schedulers_send_it(expected: dict[str, Any], tmp_path: Path) -> None:
