@@ -1,7 +1,8 @@
 """Run by test_muonclip_meshes.py: torchtitan models with QK-clip on 4 gloo ranks.
 
-muonclip_runs.py FOLDER MESH [MESH ...] writes one JSON line a mesh, and one for a resumed run, to
-FOLDER/results.jsonl; a mesh is ``model | layout`` or ``model | layout | spmd backend``.
+muonclip_runs.py FOLDER MESH [MESH ...] writes one JSON line a mesh, one for a run at a high lr and
+one for a resumed run to FOLDER/results.jsonl; a mesh is ``model | layout`` or ``model | layout |
+spmd backend``.
 """
 
 import gc
@@ -36,6 +37,7 @@ NEVER = 1e30
 SHARE = 0.8
 # Context parallelism deals in blocks of 128.
 SEQUENCE_LENGTHS = {"cp x fsdp": 256}
+HIGH_LR, HIGH_LR_STEPS, HIGH_LR_THRESHOLD = 0.1, 40, 10.0
 RESUMED = "llama3 small | fsdp x tp | Muon"
 
 
@@ -59,7 +61,9 @@ def make_config(mesh: str, threshold: float, *, is_alone: bool = False) -> Any:
     return config
 
 
-def train(config: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], int]:
+def train(
+    config: Any, steps: int = STEPS
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], int]:
     """Return loss and QK-clip's figures of each step, whole weights, and differing replicas."""
     trainer = config.build()
     seen: list[dict[str, float]] = []
@@ -69,7 +73,7 @@ def train(config: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor],
 
     trainer.metrics_processor.log = note
     batches = trainer.batch_generator(trainer.dataloader)
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         trainer.step = step
         trainer.train_step(batches)
     tensors = real_layouts.parameters_of(trainer.model_parts)
@@ -79,14 +83,23 @@ def train(config: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor],
     return seen, weights, replicas
 
 
+def reference_file(mesh: str, folder: Path) -> Path:
+    """Return where one process' results lie; meshes share them that see the same samples."""
+    model, layout, *_ = mesh.split(" | ")
+    return folder / f"{model} {SEQUENCE_LENGTHS.get(layout)}.pt"
+
+
 def write_references(meshes: list[str], folder: Path) -> None:
     """One process: watch first, choose a threshold, then train with it."""
     for mesh in meshes:
+        file = reference_file(mesh, folder)
+        if file.exists():
+            continue
         watched, without, _ = train(make_config(mesh, NEVER, is_alone=True))
         threshold = SHARE * watched[0]["optimizer/max_logit"]
         seen, weights, _ = train(make_config(mesh, threshold, is_alone=True))
         effect = real_layouts.deviation(without, weights)
-        torch.save((threshold, seen, weights, effect), folder / f"{mesh}.pt")
+        torch.save((threshold, seen, weights, effect), file)
 
 
 def run_meshes(meshes: list[str], folder: Path) -> None:
@@ -94,7 +107,7 @@ def run_meshes(meshes: list[str], folder: Path) -> None:
     for mesh in meshes:
         # Pipelines learn their shapes from passes over uninitialised memory: let it be NaN.
         torch.use_deterministic_algorithms("pp" in mesh, warn_only=True)
-        threshold, expected, reference, effect = torch.load(folder / f"{mesh}.pt")
+        threshold, expected, reference, effect = torch.load(reference_file(mesh, folder))
         seen, weights, replicas = train(make_config(mesh, threshold))
         mine = (real_layouts.deviation(weights, reference), seen, replicas)
         ranks: list[Any] = [None] * dist.get_world_size()
@@ -123,6 +136,19 @@ def write(folder: Path, result: dict[str, Any]) -> None:
         print(json.dumps(result), file=file)
 
 
+def run_at_high_lr(folder: Path) -> None:
+    """One process: what becomes of the logits at a high lr, without and with a threshold."""
+    logits = {}
+    for threshold in (NEVER, HIGH_LR_THRESHOLD):
+        config = make_config("llama3 small | fsdp", threshold, is_alone=True)
+        config.optimizer.lr = HIGH_LR
+        config.lr_scheduler.warmup_steps = 1
+        config.lr_scheduler.total_steps = 100 * HIGH_LR_STEPS
+        seen, _, _ = train(config, HIGH_LR_STEPS)
+        logits[threshold == NEVER] = [step["optimizer/max_logit"] for step in seen]
+    write(folder, {"mesh": "high lr", "without": logits[True], "with": logits[False]})
+
+
 def run_resumed(folder: Path) -> None:
     """Run through, stop, and resume, all with QK-clip."""
     original = resume_runs.make_config
@@ -142,6 +168,7 @@ def main() -> None:
     folder, meshes = Path(sys.argv[1]), sys.argv[2:]
     run_ranks(1, write_references, meshes, folder, limit=SECONDS)
     run_ranks(WORLD_SIZE, run_meshes, meshes, folder, limit=SECONDS)
+    run_ranks(1, run_at_high_lr, folder, limit=SECONDS)
     run_resumed(folder)
 
 

@@ -3,6 +3,7 @@
 muonclip_runs.py trains on 4 gloo ranks.
 """
 
+import csv
 import json
 import os
 import subprocess
@@ -39,6 +40,8 @@ LOSS = 1e-5
 TRAINED = 1e-3
 # The first step's weights are the same, so that its logits differ by the order of sums alone.
 LOGIT = 1e-5
+# Of the figure.
+THRESHOLD = 30.0
 
 
 def run(meshes: list[str], folder: Path) -> dict[str, dict[str, Any]]:
@@ -97,3 +100,38 @@ def test_resume_is_bit_for_bit_and_saves_nothing(fast: dict[str, dict[str, Any]]
     assert result["compared"] > 50
     assert not [key for key in [*result["keys"], *result["state"]] if "logit" in key]
     assert not [key for key in result["keys"] if "clip" in key]
+
+
+def test_logits_explode_without_it_and_stay_bounded_with_it(
+    fast: dict[str, dict[str, Any]],
+) -> None:
+    """40 steps at lr 0.1, threshold 10: 116 at the end without, never above 18.4 with it."""
+    result = fast["high lr"]
+    assert result["without"][-1] > 8 * 10.0
+    assert result["without"][-1] > 1.5 * result["without"][-10]
+    assert max(result["with"]) < 2.5 * 10.0
+    # Up to the first clip the runs are one.
+    start = [value for value in result["without"] if value <= 10.0]
+    assert result["with"][: len(start)] == start
+
+
+@pytest.mark.slow
+def test_debug_model_over_200_steps(tmp_path: Path) -> None:
+    """The README's figure: without it the largest logit ends above 1000, with it below 80."""
+    if not cpu_runtime.needs_cpu_runtime():
+        pytest.skip("trains on the GPU here")
+    script = ROOT / "scripts" / "figures" / "qk_clip.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, str(script), "--folder", str(tmp_path)],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+    )
+    with (tmp_path / "qk_clip.csv").open() as file:
+        rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+    assert len(rows) == 200
+    assert rows[-1]["logit"] > 20 * THRESHOLD
+    # At so high an lr a step adds more than the threshold.
+    assert max(row["logit clipped"] for row in rows[60:]) < 4 * THRESHOLD
+    assert rows[-1]["loss clipped"] < rows[-1]["loss"] + 1.0
