@@ -32,7 +32,7 @@ TABLES = {
     "model": ["name", "flavor", "config", "tokenizer_path"],
     "job": ["config_file", "dump_folder", "print_config"],
     "metrics": ["log_freq", "optimizer_freq", "enable_wandb"],
-    "trainin": ["steps"],
+    "trainig": ["steps"],
 }
 OLD = sorted(name for name in {*GONE, *MOVED} if re.fullmatch(r"[a-z_]+\.[a-z_]+", name))
 
