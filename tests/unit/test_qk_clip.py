@@ -119,6 +119,25 @@ def test_a_logit_that_is_not_finite_scales_nothing(fault):
     assert not torch.equal(weights["wq"][head], before["wq"][head])
 
 
+def test_a_skipped_step_of_the_optimizer_scales_nothing():
+    kind = KINDS["multi-head"]
+    weights = weights_of(kind)
+    before = {key: value.clone() for key, value in weights.items()}
+    params = [torch.nn.Parameter(torch.ones(2, 3))]
+    optimizer = Muon(params, nonfinite="skip")
+    clip = QKClip(THRESHOLD)
+    maxima = add(clip, kind, weights)
+    for value in (math.nan, 1.0):
+        params[0].grad = torch.full((2, 3), value)
+        optimizer.step()
+        observe(maxima, kind.logits(before, inputs(0)))
+        clip.step(optimizer.taken)
+        same = all(torch.equal(weights[key], before[key]) for key in weights)
+        assert same == math.isnan(value)
+        # What was observed is forgotten in either case.
+        assert maxima.eq(-math.inf).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_weights_are_rounded_once(dtype):
     kind = KINDS["multi-head"]

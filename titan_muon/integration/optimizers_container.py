@@ -104,7 +104,7 @@ class MuonOptimizersContainer(OptimizersContainer):
         with self.metrics.watching():
             optimizer.step()
         if self._qk_clip:
-            self._qk_clip.step()
+            self._qk_clip.step(optimizer.taken)
 
     def _clip_figures(self) -> dict[str, float]:
         figures = self._qk_clip.figures() if self._qk_clip else {}

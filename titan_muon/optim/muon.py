@@ -164,6 +164,11 @@ class Muon(Optimizer):
         """
         return self._guard.skipped_steps
 
+    @property
+    def taken(self) -> Tensor | None:
+        """0-d float32, 0 where the last step was skipped; None where none can be."""
+        return self._guard.taken
+
     def agree_over(self, group: "dist.ProcessGroup | None") -> None:
         """Name the ranks that skip a step, or raise, together.
 

@@ -35,10 +35,15 @@ def check_alike(groups: Sequence[Mapping[str, Any]], where: str) -> None:
 
 
 class Guard:
-    """Looks at all gradients before a step writes anything, as the option ``nonfinite`` says."""
+    """Looks at all gradients before a step writes anything, as the option ``nonfinite`` says.
+
+    Attributes:
+        taken: What :meth:`look` returned last.
+    """
 
     def __init__(self) -> None:
         self._skipped: Tensor | None = None
+        self.taken: Tensor | None = None
         self._chosen: list[Any] = []
         self._default: list[Any] = []
 
@@ -73,6 +78,7 @@ class Guard:
 
         Collective: all ranks that decide together, except with ``propagate``.
         """
+        self.taken = None
         mode = next((m for g in groups if (m := g.get("nonfinite")) != "propagate" and m), None)
         if mode is None:
             return None
@@ -97,7 +103,8 @@ class Guard:
                 raise FloatingPointError(_message(where, guilty, names, group))
             return None
         self._count(found, where, capturing)
-        return 1.0 - found
+        self.taken = 1.0 - found
+        return self.taken
 
     def _count(self, found: Tensor, where: str, capturing: bool) -> None:
         if self._skipped is None:

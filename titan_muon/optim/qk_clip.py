@@ -127,17 +127,21 @@ class QKClip:
         return sorted(ranks for ranks, found in self._sets.items() if found.meshes)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, taken: Tensor | None = None) -> None:
         """Scale the weights of heads whose logits passed the threshold, and forget the maxima.
 
         Call it once after each step of the optimizer. A head that observed nothing, or a logit
         that is not finite, stays as it is. In bfloat16 a factor within 0.2 percent of 1 rounds
         away.
 
+        Args:
+            taken: 0-d, 0 where the optimizer skipped its step, so that nothing is scaled; None for
+                1. ``Muon.taken`` says it.
+
         Collective: all ranks that hold the weights; one all-reduce of a float32 a head.
         """
         for found in self._sets.values():
-            found.clip(self.threshold)
+            found.clip(self.threshold, taken)
 
     def metrics(self) -> dict[str, Tensor]:
         """Return what the last step saw in the layers that this rank has a part of.
@@ -232,14 +236,17 @@ class _RankSet:
         self._observed.append(torch.full((len(heads),), _NONE, device=self.device))
         return self._observed[-1]
 
-    def clip(self, threshold: float) -> None:
+    def clip(self, threshold: float, taken: Tensor | None) -> None:
         """Reduce the maxima, scale the weights, and reset what the attention observes."""
         maxima = self._prepare() if self.maxima is None else self.maxima
         maxima.fill_(_NONE)
         maxima.index_copy_(0, self._all_positions, torch.cat(self._observed))
         if self._group is not None:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._group)
-        gamma = torch.where(_excess(maxima, threshold), threshold / maxima, 1.0)
+        scaled = _excess(maxima, threshold)
+        if taken is not None:
+            scaled = scaled & (taken.to(maxima.device) > 0)
+        gamma = torch.where(scaled, threshold / maxima, 1.0)
         table = torch.cat([self._one, torch.stack([gamma, gamma.sqrt()], dim=1).flatten()])
         factors = table[self._all_indices].split(self._lengths)
         for weight, factor in zip(self._weights, factors, strict=True):
