@@ -24,6 +24,7 @@ from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.options import MATRIX_OPTIONS
 from titan_muon.optim.param_groups import to_groups
+from titan_muon.optim.state_tensors import stored
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ["--module", "llama3", "--config", "llama3_debugmodel", "--optimizer.name", "Muon"]
@@ -100,8 +101,10 @@ def test_figures_are_those_of_the_packets(args, world_size):
     assert times.total == pytest.approx(exposed + hidden + times.elementwise)
 
 
-def test_state_is_what_a_rank_allocates():
+@pytest.mark.parametrize("state_dtype", ["float32", "int4"])
+def test_state_is_what_a_rank_allocates(state_dtype):
     args = [*DEEPSEEK, "--parallelism.expert_parallel_degree", "2"]
+    args += ["--optimizer.state_dtype", state_dtype, "--optimizer.adamw.state_dtype", state_dtype]
     found = report(*args, world_size=4)
     allocated = 0
     # Rank 0 has the fullest shards: pieces are cut from the front.
@@ -110,7 +113,7 @@ def test_state_is_what_a_rank_allocates():
         for state in optimizer.state.values():
             for tensor in state.values():
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                allocated += local.numel() * local.dtype.itemsize
+                allocated += sum(part.numel() * part.itemsize for part in stored(local))
     assert found.state_bytes == allocated
 
 

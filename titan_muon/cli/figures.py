@@ -18,6 +18,7 @@ from titan_muon.distributed.plan import Plan
 from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.param_groups import Assignment, to_groups
+from titan_muon.optim.state_tensors import element_bytes
 
 __all__ = ["Figures"]
 
@@ -113,7 +114,8 @@ class Figures:
             counts[1] += param.numel()
             state = torch.zeros(len(stage.ranks), dtype=torch.int64)
             for tensor in optimizer.state[param].values():
-                state += elements_by_rank(tensor, stage.ranks) * tensor.dtype.itemsize
+                elements = elements_by_rank(tensor, stage.ranks)
+                state += (elements * element_bytes(tensor)).long()
             entry.state[ranks] += state
             self._state[ranks] += state
             if self.per_parameter:
@@ -203,8 +205,7 @@ class Figures:
                 total += elements_by_rank(param, stage.ranks)
         seconds = float(elementwise_bytes(*weights).max()) / (self.rates.memory_gbs * 1e9)
         parts = [
-            set_seconds(cost.loads, cost.bytes_sent, cost.edge_bytes, self.rates)
-            for cost in costs
+            set_seconds(cost.loads, cost.bytes_sent, cost.edge_bytes, self.rates) for cost in costs
         ]
         compute, exchange, both = (sum(part[i] for part in parts) for i in range(3))
         times = Times(*(1e3 * s for s in (compute, exchange, seconds, both + seconds)))

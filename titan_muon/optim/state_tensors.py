@@ -28,6 +28,7 @@ __all__ = [
     "copy_state",
     "decode",
     "dequantized",
+    "element_bytes",
     "encode",
     "is_quantized",
     "new_state",
@@ -168,6 +169,14 @@ def is_quantized(tensor: Tensor) -> bool:
 def arithmetic_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which a local state tensor is read and written."""
     return torch.float32 if is_quantized(tensor) else tensor.dtype
+
+
+def element_bytes(tensor: Tensor) -> float:
+    """Return the memory of one element of a state tensor, its share of the scales included."""
+    local = local_of(tensor)
+    if not is_quantized(local):
+        return local.dtype.itemsize
+    return sum(part.numel() * part.itemsize for part in stored(local)) / local.numel()
 
 
 def dequantized(tensor: Tensor) -> Tensor:
