@@ -165,11 +165,16 @@ def reporting(config: FlexAttention.Config) -> FlexAttention.Config:
 def _unfit(node: Any) -> str | None:
     """Return why a layer cannot be clipped, as the end of a sentence about it."""
     kind = type(node)
-    if getattr(node, "qk_norm", None) is not None:
+    if getattr(node, "qk_norm", None) is not None or getattr(node, "k_norm", None) is not None:
         return (
             "normalizes queries and keys, which undoes any scale of their weights and bounds the "
             "logits already; leave qk_clip_threshold out"
         )
+    qkv = getattr(node, "qkv_linear", node)
+    for name in _LINEARS:
+        linear = getattr(qkv, name, None)
+        if linear is not None and hasattr(linear, "rank") and hasattr(linear, "alpha"):
+            return f"has LoRA factors beside {name}; leave qk_clip_threshold out"
     if kind not in (GQAttention.Config, LatentAttention.Config, SinkAttention.Config):
         return f"is of an unknown kind, {_name(kind)}; leave qk_clip_threshold out"
     inner = node.inner_attention
@@ -179,13 +184,8 @@ def _unfit(node: Any) -> str | None:
         return f"uses {_name(type(inner))}, which does not report its logits; {_FLEX}"
     if inner.kernel_options.get("BACKEND") == "FLASH":
         return f"uses FlexAttention's FLASH backend, which does not report its logits; {_FLEX}"
-    qkv = getattr(node, "qkv_linear", node)
     if qkv is not node and not isinstance(qkv, QKVLinear.Config | FusedQKVLinear.Config):
         return f"projects by {_name(type(qkv))}, whose rows are not known here"
-    for name in _LINEARS:
-        linear = getattr(qkv, name, None)
-        if linear is not None and hasattr(linear, "rank") and hasattr(linear, "alpha"):
-            return f"has LoRA factors beside {name}; leave qk_clip_threshold out"
     return None
 
 
