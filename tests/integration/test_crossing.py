@@ -2,6 +2,10 @@
 
 import copy
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ from tests.helpers.optimizers import (  # noqa: E402
     snapshot,
     train,
 )
+from titan_muon.integration import cpu_runtime  # noqa: E402
 from titan_muon.integration.checkpoint import (  # noqa: E402
     CrossingPlanner,
     MuonCheckpointManager,
@@ -320,3 +325,35 @@ def test_config_of_the_manager_keeps_every_field():
     assert all(getattr(ours, k) == getattr(stock, k) for k in ("enable", "interval", "async_mode"))
     assert ours.load_step == 3
     assert with_crossing(ours) is ours
+
+
+@pytest.mark.slow
+def test_trainers_go_on_with_another_optimizer_on_another_mesh(tmp_path):
+    """torchtitan's own AdamW, then NorMuon with tensor parallelism, then AdamW again."""
+    if not cpu_runtime.needs_cpu_runtime():
+        pytest.skip("trains on the GPU here")
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(Path(__file__).with_name("crossing_runs.py")), str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    with (tmp_path / "log").open("w") as file:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=file, stderr=file)
+    assert done.returncode == 0, (tmp_path / "log").read_text()[-5000:]
+    results = {n: json.loads((tmp_path / f"{n}.json").read_text()) for n in ("normuon", "adamw")}
+    for rank in results["normuon"]:
+        assert len(rank["losses"]) == 2
+        # Ten matrices; all weights, and AdamW's state of the seven other parameters.
+        assert len(rank["exp_avg"]) == len(rank["zero"]) == 10
+        assert {name.partition("/")[2] for name in rank["exp_avg"]} == {"momentum_buffer"}
+        assert {name.partition("/")[2] for name in rank["zero"]} == {"second_moment_buffer"}
+        assert len(rank["same"]) == 17 + 3 * 7
+        assert rank["other"] == []
+        assert (
+            "Optimizer state of 10 parameters: momentum_buffer starts from exp_avg."
+            in (rank["lines"])
+        )
+    for rank in results["adamw"]:
+        assert len(rank["losses"]) == 1
+        assert len(rank["zero"]) == 3 * 10
+        assert len(rank["same"]) == 17 + 3 * 7
+        assert rank["other"] == rank["exp_avg"] == []
+        assert "exp_avg, exp_avg_sq and step start at zero" in rank["lines"][0]
