@@ -35,6 +35,7 @@ SLOW = [
     "deepseek_v3 small | pp x fsdp",
 ]
 MESHES = [*FAST, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)]
+HEADS = {"llama3 small": 8, "deepseek_v3 small": 8, "llama3 debug": 96}
 # As in test_meshes.py: gradients are summed in another order, and orthogonalizing enlarges it.
 LOSS = 1e-5
 TRAINED = 1e-3
@@ -80,7 +81,7 @@ def test_mesh_equals_one_process(request: pytest.FixtureRequest, mesh: str) -> N
     assert first["optimizer/max_logit"] == pytest.approx(expected["optimizer/max_logit"], rel=LOGIT)
     # Some heads are clipped and some are not, or this would show nothing.
     assert first["optimizer/clipped_heads"] == expected["optimizer/clipped_heads"]
-    assert 0 < first["optimizer/clipped_heads"] < 8
+    assert 0 < first["optimizer/clipped_heads"] < HEADS[mesh.split(" | ")[0]]
     for step, other in zip(result["steps"], result["expected"], strict=True):
         assert step["loss"] == pytest.approx(other["loss"], abs=LOSS)
         assert step["optimizer/max_logit"] == pytest.approx(
