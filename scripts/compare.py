@@ -206,7 +206,8 @@ def train_all(runs: Sequence[Run], folder: Path, steps: int | None) -> Iterator[
         raise SystemExit("\n".join(failures))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return this script's options, and the flags that go to every run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("config", help="train config in TOML")
     parser.add_argument("--optimizers", nargs="+", default=["AdamW", "Muon", "NorMuon"])
@@ -215,7 +216,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--nproc", type=int, default=1, help="processes (GPUs) of a run")
     parser.add_argument("--output", type=Path, default=Path("outputs/compare"))
     parser.add_argument("--png", type=Path, help="where to draw; default: compare.png in --output")
-    options, more = parser.parse_known_args(arguments)
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options, more = parse(arguments)
     runs = plan_runs(options, more)
     steps = int(more[more.index("--training.steps") + 1]) if "--training.steps" in more else None
     results = []

@@ -102,9 +102,11 @@ def draw(results: "Sequence[Result]", path: Path) -> None:
         if not runs:
             continue
         length = min(len(run.losses) for run in runs)
-        losses = [fmean(run.losses[i] for run in runs) for i in range(length)]
-        low = [min(run.losses[i] for run in runs) for i in range(length)]
-        high = [max(run.losses[i] for run in runs) for i in range(length)]
+        curves = [_smooth(run.losses[:length]) for run in runs]
+        losses, low, high = (
+            [function(points) for points in zip(*curves, strict=True)]
+            for function in (fmean, min, max)
+        )
         for axis, name in ((axes[0], "tokens"), (axes[1], "seconds")):
             where = [fmean(getattr(run, name)[i] for run in runs) for i in range(length)]
             (line,) = axis.plot(where, losses, label=f"{optimizer}, lr {lr:g}")
@@ -118,12 +120,21 @@ def draw(results: "Sequence[Result]", path: Path) -> None:
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
         axis.legend()
-    axes[0].set_ylabel("training loss, best learning rate")
+    axes[0].set_ylabel("training loss, running mean, best lr")
     axes[2].set(ylabel="final loss", xscale="log")
+    ticks = sorted({lr for _, lr in settings})
+    axes[2].set_xticks(ticks, [f"{lr:g}" for lr in ticks])
+    axes[2].set_xticks([], minor=True)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _smooth(losses: Sequence[float]) -> list[float]:
+    """Return means over the last tenth of a run's length; single batches are noisy."""
+    width = max(1, len(losses) // 10)
+    return [fmean(losses[max(0, i + 1 - width) : i + 1]) for i in range(len(losses))]
 
 
 def _step_seconds(run: "Result") -> float:

@@ -182,9 +182,22 @@ def check_python(arguments: list[str]) -> None:
         assert len(arguments) == 2
         return
     script, *flags = arguments
+    if script == "scripts/compare.py":
+        check_comparison(flags)
+        return
     source = Path(script).read_text() + Path("scripts/bench_step.py").read_text()
     for flag in flags:
         assert f'"{flag}"' in source, flag
+
+
+def check_comparison(arguments: list[str]) -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        compare = importlib.import_module("compare")
+    finally:
+        sys.path.pop(0)
+    run = compare.plan_runs(*compare.parse(arguments))[0]
+    check_torchrun(list(run.command[3:]))
 
 
 def check_cli(arguments: list[str], folder: Path) -> None:
