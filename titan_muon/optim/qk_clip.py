@@ -132,7 +132,7 @@ class QKClip:
 
         Call it once after each step of the optimizer. A head that observed nothing, or a logit
         that is not finite, stays as it is. In bfloat16 a factor within 0.2 percent of 1 rounds
-        away.
+        away. Waits for the device where weights are offloaded to the host, else nowhere.
 
         Args:
             taken: 0-d, 0 where the optimizer skipped its step, so that nothing is scaled; None for
