@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer steps, two workloads")
     parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS))
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each competitor")
+    parser.add_argument(
+        "--state-dtypes", nargs="+", default=(), help="Muon and AdamW with these too, such as int8"
+    )
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = options.workloads or (["llama8b_x4", "sq1024_x48"] if options.quick else WORKLOADS)
@@ -43,12 +46,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shapes = WORKLOADS[name]
         if device.type == "cpu":
             shapes = [(*s[:-2], s[-2] // 16, s[-1] // 16) for s in shapes]
-        print(table(name, shapes, device, 3 if options.quick else options.steps))
+        steps = 3 if options.quick else options.steps
+        print(table(name, shapes, device, steps, options.state_dtypes))
 
 
-def competitors() -> dict[str, Factory]:
-    """Return every optimizer that can be imported; titan-muon first."""
+def competitors(state_dtypes: Sequence[str] = ()) -> dict[str, Factory]:
+    """Return every optimizer that can be imported; titan-muon first, also with other state."""
+
+    def with_state(state_dtype: str, algorithm: str) -> Factory:
+        groups = {"algorithm": algorithm, "state_dtype": state_dtype}
+        return lambda p: Muon([{"params": p, **groups}], lr=1e-3)
+
     found: dict[str, Factory] = {
+        f"titan-muon {title}, {state_dtype}": with_state(state_dtype, title.lower())
+        for state_dtype in state_dtypes
+        for title in ("Muon", "AdamW")
+    }
+    found |= {
         "titan-muon Muon": lambda p: Muon(p, lr=1e-3),
         "titan-muon NorMuon": lambda p: Muon([{"params": p, "algorithm": "normuon"}], lr=1e-3),
         "titan-muon AdamW": lambda p: Muon([{"params": p, "algorithm": "adamw"}], lr=1e-3),
@@ -73,10 +87,16 @@ def competitors() -> dict[str, Factory]:
     return found
 
 
-def table(name: str, shapes: list[tuple[int, ...]], device: torch.device, steps: int) -> str:
+def table(
+    name: str,
+    shapes: list[tuple[int, ...]],
+    device: torch.device,
+    steps: int,
+    state_dtypes: Sequence[str] = (),
+) -> str:
     """Run all competitors on one workload, in turns, and return the table."""
     runs, failures = {}, []
-    for label, factory in competitors().items():
+    for label, factory in competitors(state_dtypes).items():
         try:
             runs[label] = Run(factory, shapes, device)
         except Exception as error:  # noqa: BLE001 - a peer may fail in any way; say so and go on
