@@ -2,9 +2,9 @@
 
 import pytest
 
-from titan_muon.distributed import plan
+from titan_muon.distributed import stages
 
 
 @pytest.fixture(autouse=True)
 def _stages_without_work(monkeypatch):
-    monkeypatch.setattr(plan, "STAGE_FLOPS", 0.0)
+    monkeypatch.setattr(stages, "STAGE_FLOPS", 0.0)

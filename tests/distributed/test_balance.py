@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_muon.distributed import plan as plan_module
+from titan_muon.distributed import stages as stages_module
 from titan_muon.distributed.balance import improve, load_bound
 from titan_muon.distributed.layout import Cut, Layout
 from titan_muon.distributed.matrices import matrix_rule
@@ -111,7 +111,7 @@ def test_stages_hold_the_budget():
 
 def test_first_and_last_stage_are_the_smallest(monkeypatch):
     """What they send is all that no arithmetic hides."""
-    monkeypatch.setattr(plan_module, "STAGE_FLOPS", 1.0)
+    monkeypatch.setattr(stages_module, "STAGE_FLOPS", 1.0)
     # Each of 2 ranks gets six large matrices, two middling and two small ones.
     plan = make_plan(
         _params(20, 2, cost=lambda i: 2.4 if i < 12 else 1.6 if i < 16 else 1.4),
@@ -130,7 +130,7 @@ def test_first_and_last_stage_are_the_smallest(monkeypatch):
     ("cost", "stages"), [(0.01, 1), (0.1, 1), (0.25, 2), (0.5, 4), (1.0, 6), (100.0, 6)]
 )
 def test_little_work_gets_few_stages(monkeypatch, cost, stages):
-    monkeypatch.setattr(plan_module, "STAGE_FLOPS", 1.2)
+    monkeypatch.setattr(stages_module, "STAGE_FLOPS", 1.2)
     plan = make_plan(_params(20, 2, cost=lambda i: cost), max_stage_bytes=1 << 30)
     assert plan.stages == stages
 

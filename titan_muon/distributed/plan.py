@@ -7,7 +7,6 @@ of one owner, most expensive first. stage: the units that travel and are compute
 
 import hashlib
 import heapq
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,13 +14,9 @@ from titan_muon.distributed.balance import improve
 from titan_muon.distributed.geometry import geometry
 from titan_muon.distributed.layout import Layout
 from titan_muon.distributed.matrices import MatrixRule, block_rows
+from titan_muon.distributed.stages import cut_queues
 
 __all__ = ["Channel", "Plan", "PlanParam", "Unit", "make_plan"]
-
-# A host needs about two milliseconds to enqueue a stage; on an H200 that is this much arithmetic.
-# With less in each, stages would make a step wait for the host.
-STAGE_FLOPS = 1.2e12
-_OVERLAP_STAGES = 6
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,7 @@ def make_plan(params: Sequence[PlanParam], *, max_stage_bytes: int) -> Plan:
     loads = dict.fromkeys(ranks, 0.0)
     owners = _choose_owners(drafts, loads)
     travels = [len(draft.homes) > 1 for draft in drafts]
-    stage_of, stages = _cut_queues(drafts, owners, max_stage_bytes, overlap=any(travels))
+    stage_of, stages = cut_queues(drafts, owners, max_stage_bytes, overlap=any(travels))
     units = tuple(
         Unit(d.param, d.index, d.rows, d.columns, owners[i], stage_of[i], travels[i])
         for i, d in enumerate(drafts)
@@ -217,97 +212,3 @@ def _choose_owners(drafts: Sequence[_Draft], loads: dict[int, float]) -> list[in
         loads[owners[i]] += drafts[i].cost
     improve(drafts, owners, loads)
     return owners
-
-
-def _cut_queues(
-    drafts: Sequence[_Draft], owners: Sequence[int], max_stage_bytes: int, *, overlap: bool
-) -> tuple[list[int], int]:
-    """Cut every owner's queue into the same number of stages, by position in the queue.
-
-    The exchange to the first stage and that from the last one run under no arithmetic. Where there
-    are three stages or more, those two are the smallest.
-    """
-    queues: dict[int, list[int]] = {}
-    for i in sorted(range(len(drafts)), key=lambda i: (-drafts[i].cost, drafts[i].columns, i)):
-        queues.setdefault(owners[i], []).append(i)
-    count = _overlap_stages(drafts, queues) if overlap else 1
-    stage_of = [0] * len(drafts)
-    while True:
-        for queue in queues.values():
-            for stage, part in enumerate(_parts(drafts, queue, count)):
-                for i in part:
-                    stage_of[i] = stage
-        for queue in queues.values():
-            queue.sort(key=lambda i: stage_of[i])
-        needed = max((_needed(drafts, q, max_stage_bytes) for q in queues.values()), default=1)
-        if needed <= count:
-            return _tighten(drafts, queues, stage_of, count, max_stage_bytes)
-        count = needed
-
-
-def _overlap_stages(drafts: Sequence[_Draft], queues: dict[int, list[int]]) -> int:
-    """Return in how many stages the exchange is worth hiding."""
-    longest = max((len(q) for q in queues.values()), default=0)
-    work = max((sum(drafts[i].cost for i in q) for q in queues.values()), default=0.0)
-    by_work = int(work / STAGE_FLOPS) if STAGE_FLOPS else longest
-    return max(1, min(_OVERLAP_STAGES, longest, by_work))
-
-
-def _parts(drafts: Sequence[_Draft], queue: Sequence[int], count: int) -> list[list[int]]:
-    """Cut a queue into parts: cheap units first and last, the most expensive in the second."""
-    queue = sorted(queue, key=lambda i: (-drafts[i].cost, drafts[i].columns, i))
-    if len(queue) <= count:
-        return [queue[p : p + 1] for p in range(count)]
-    last = first = []
-    if count > 2:
-        share = sum(drafts[i].cost for i in queue) / (2 * (count - 1))
-        last = _cheapest(drafts, queue, share, keep=count - 1)
-        first = _cheapest(drafts, queue, share, keep=count - 2)
-    middle = count - 2 if count > 2 else count
-    cuts = [position * len(queue) // middle for position in range(middle + 1)]
-    inner = [queue[i:j] for i, j in itertools.pairwise(cuts)]
-    return [first, *inner, last] if count > 2 else inner
-
-
-def _cheapest(drafts: Sequence[_Draft], queue: list[int], share: float, *, keep: int) -> list[int]:
-    """Take units off the cheap end of a queue, as close to a share of the work as they come."""
-    taken = [queue.pop()]
-    work = drafts[taken[0]].cost
-    while len(queue) > keep and work + drafts[queue[-1]].cost / 2 <= share:
-        taken.insert(0, queue.pop())
-        work += drafts[taken[0]].cost
-    return taken
-
-
-def _needed(drafts: Sequence[_Draft], queue: Sequence[int], limit: int) -> int:
-    """Return how many stages a queue needs so that none exceeds the limit."""
-    stages, used = 1, 0
-    for i in queue:
-        if used and used + drafts[i].work_bytes > limit:
-            stages, used = stages + 1, 0
-        used += drafts[i].work_bytes
-    return stages
-
-
-def _tighten(
-    drafts: Sequence[_Draft],
-    queues: dict[int, list[int]],
-    stage_of: list[int],
-    count: int,
-    limit: int,
-) -> tuple[list[int], int]:
-    """Where an even cut leaves a stage over the limit, fill stages up to the limit instead."""
-    for queue in queues.values():
-        used = [0] * count
-        for i in queue:
-            used[stage_of[i]] += drafts[i].work_bytes
-        alone = {stage_of[i] for i in queue if drafts[i].work_bytes > limit}
-        if all(bytes_ <= limit or stage in alone for stage, bytes_ in enumerate(used)):
-            continue
-        stage, filled = 0, 0
-        for i in queue:
-            if filled and filled + drafts[i].work_bytes > limit:
-                stage, filled = stage + 1, 0
-            stage_of[i] = stage
-            filled += drafts[i].work_bytes
-    return stage_of, count
