@@ -207,5 +207,8 @@ def _explain(checkpoint_id: str, error: CheckpointException) -> str:
 
 def _unwrapped(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
+    if text.startswith("metadata is None"):
+        cause = text.partition("global metadata read failed: ")[2].partition("; rank local")[0]
+        return f"its {_METADATA} cannot be read: {cause or text}."
     text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
     return text if text.endswith((".", "?")) else f"{text}."
