@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tests.helpers.optimizers import assert_same, parameters, set_gradients, snapshot, train
 from tests.helpers.spectra import SPECTRA, matrix
 from titan_muon import Muon, orthogonalize, param_groups
+from titan_muon.optim.matrix_math import inverse_norms
 
 TESTS = Path(__file__).parents[1]
 LAYOUTS = "distributed/test_exactness.py::test_every_layout_with_every_split"
@@ -416,3 +417,18 @@ def test_nothing_grows_with_the_steps():
     assert len(gc.get_objects()) - before < 30
     (work,) = optimizer._works
     assert work._shards is None
+
+
+def test_norms_of_the_kernels_path_outlive_their_squares():
+    """As the GPU's fused path computes them: float32 sums of squares, and the largest element."""
+    x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    x = x * torch.tensor([1e-35, 1e-24, 1.0, 1e30, 0.0, 1.0])[:, None]
+    x[5, 3] = torch.nan
+    inverse = inverse_norms(x.abs().amax(1), x.square().sum(1), torch.full((6,), 40.0))
+    norms = (x.double() * inverse.double()[:, None]).norm(dim=1)
+    # Never above 1, where the iteration diverges; exact where the squares are.
+    assert norms[2].item() == pytest.approx(1.0, rel=1e-6)
+    for index in (0, 1, 3):
+        assert 0.1 < norms[index] <= 1.0
+    assert norms[4] == 0
+    assert norms[5].isnan()
