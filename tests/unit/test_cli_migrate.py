@@ -56,6 +56,16 @@ def test_puts_another_optimizer_in(tmp_path):
     assert config.optimizer.adjust_lr_fn == "match_rms_adamw"
 
 
+def test_keeps_the_lr_of_the_model_where_the_file_has_none(tmp_path):
+    _, new = migrated(tmp_path, "[model]\nname = 'llama3'\nflavor = '70B'\n", "--optimizer", "Muon")
+    # torchtitan's llama3_70b.
+    assert tomllib.loads(new.read_text())["optimizer"] == {
+        "name": "Muon",
+        "lr": 1.5e-4,
+        "weight_decay": 0.1,
+    }
+
+
 def test_prints_by_default(tmp_path, capsys):
     file = tmp_path / "old.toml"
     file.write_text(MIDDLE)

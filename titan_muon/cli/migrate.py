@@ -58,18 +58,27 @@ def migrate(file: str, optimizer: str | None = None) -> str:
     Raises:
         ConfigError: The file is wrong in a way that no translation mends, or the name is unknown.
     """
-    chosen = [] if optimizer is None else ["--optimizer.name", optimizer]
     with quiet():
-        parse_config(["--job.config_file", file, *chosen])
+        config, _ = parse_config(["--job.config_file", file])
+        if optimizer is not None:
+            parse_config(["--job.config_file", file, "--optimizer.name", optimizer])
     table, place = translate(read_toml(file), Place(file))
     if optimizer is not None:
+        own = _of_the_model(config) if "optimizer" not in table else {}
+        table["optimizer"] = {**own, **table.get("optimizer", {})}
         _choose(table, get_algorithm(optimizer).title)
     lines = [f"From {file}, an older train config.", *dict.fromkeys(place.notes)]
     header = "".join(f"# {line.removeprefix(f'{file}: ')}\n" for line in lines)
     return f"{header}\n{to_toml(table)}"
 
 
+def _of_the_model(config: Any) -> dict[str, Any]:
+    """Return lr and decay of the optimizer that torchtitan's config function has."""
+    options = config.optimizer.param_groups[-1].optimizer_kwargs
+    return {key: options[key] for key in ("lr", "weight_decay") if key in options}
+
+
 def _choose(table: dict[str, Any], name: str) -> None:
     """Put the algorithm first in the optimizer's table."""
-    old = table.get("optimizer", {})
+    old = table["optimizer"]
     table["optimizer"] = {"name": name, **{k: v for k, v in old.items() if k != "name"}}
