@@ -17,6 +17,7 @@ if not cpu_runtime.needs_cpu_runtime():
 cpu_runtime.install()
 
 from torch._dynamo.utils import counters  # noqa: E402
+from torch.nn.attention.flex_attention import AuxOutput  # noqa: E402
 from torchtitan.config import apply_overrides  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 from torchtitan.models import deepseek_v3, llama3  # noqa: E402
@@ -32,7 +33,11 @@ from torchtitan.models.qwen3.config_registry import qwen3_debugmodel  # noqa: E4
 from tests.helpers.torchtitan_runs import MODELS, SEQ_LEN, run_config  # noqa: E402
 from titan_muon.integration.cpu_modules import DenseMaskAttention, replace_modules  # noqa: E402
 from titan_muon.integration.manager import TrainConfigManager  # noqa: E402
-from titan_muon.integration.max_logits import MaxLogitFlexAttention, with_max_logits  # noqa: E402
+from titan_muon.integration.max_logits import (  # noqa: E402
+    MaxLogitFlexAttention,
+    reporting,
+    with_max_logits,
+)
 from titan_muon.integration.override import qk_clip_attention  # noqa: E402
 from titan_muon.integration.qk_clip import attach_qk_clip  # noqa: E402
 from titan_muon.integration.toml_place import ConfigError  # noqa: E402
@@ -238,6 +243,39 @@ def test_attention_that_is_observed_computes_the_same():
     for plain, observed in zip(*results, strict=True):
         # float32 sums of 32 terms in another order.
         torch.testing.assert_close(plain, observed, rtol=1e-4, atol=1e-5)
+
+
+def written_out(q: Any, k: Any, v: Any, *, scale: float, return_aux: Any, **options: Any) -> Any:
+    """What FlexAttention's compiled kernel computes, which only a GPU runs; without a mask."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    logits = scale * q @ k.mT
+    lse = logits.logsumexp(-1) if return_aux.lse else None
+    maxima = logits.amax(-1) if return_aux.max_scores else None
+    return logits.softmax(-1) @ v, AuxOutput(lse=lse, max_scores=maxima)
+
+
+@pytest.mark.parametrize("transform", [None, lambda out, lse: out * lse.unsqueeze(-1)])
+def test_flex_attention_asks_its_kernel_for_the_maxima(monkeypatch, transform):
+    monkeypatch.setattr(FlexAttention, "compiled_flex_attn", staticmethod(written_out))
+    config = FlexAttention.Config()
+    stock, own = config.build(), reporting(config).build()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 32, n, 8, generator=generator) for n in (4, 2, 2))
+    mask = built(REAL["grouped, fused"]()).get_attention_masks(
+        positions=torch.arange(32).expand(2, 32).contiguous()
+    )
+    options = {"attention_masks": mask, "scale": 0.3, "enable_gqa": True}
+    expected = stock(q, k, v, out_transform=transform, **options)
+    # Nothing watches yet: torchtitan's own forward.
+    assert torch.equal(own(q, k, v, out_transform=transform, **options), expected)
+    own.max_logits = torch.full((4,), -torch.inf)
+    with torch.no_grad():
+        own(q, k, v, out_transform=transform, **options)
+    assert own.max_logits.eq(-torch.inf).all()
+    assert torch.equal(own(q, k, v, out_transform=transform, **options), expected)
+    keys = k.repeat_interleave(2, dim=2).transpose(1, 2)
+    logits = 0.3 * q.transpose(1, 2) @ keys.mT
+    assert torch.equal(own.max_logits, logits.amax((0, 2, 3)))
 
 
 @pytest.mark.parametrize(
