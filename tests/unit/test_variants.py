@@ -236,7 +236,8 @@ def test_work_is_shared_out_by_orthogonalizations():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pp_iterations": 0}, "pp_iterations = 0 is not allowed; use an integer >= 1"),
+        ({"pp_iterations": 0}, "pp_iterations = 0 is not allowed; use an integer from 1 to 100"),
+        ({"pp_iterations": 10**30}, "is not allowed; use an integer from 1 to 100"),
         ({"pp_beta": 0.0}, r"pp_beta = 0.0 is not allowed; use a number in \(0, 1\]"),
         ({"pp_beta": "0.5"}, "pp_beta = '0.5' is not allowed"),
         ({"pp_bta": 0.5}, "pp_bta is not an option of Aurora, did you mean 'pp_beta'"),

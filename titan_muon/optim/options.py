@@ -285,7 +285,10 @@ BETA2 = Option(
     0.95, "a number in [0, 1)", _number(0.0, 1.0), "EMA factor of the update's second moment"
 )
 PP_ITERATIONS = Option(
-    2, "an integer >= 1", _positive_int, "orthogonalizations by which a tall matrix is balanced"
+    2,
+    "an integer from 1 to 100",
+    lambda v: _positive_int(v) and v <= 100,
+    "orthogonalizations by which a tall matrix is balanced",
 )
 PP_BETA = Option(
     0.5,
