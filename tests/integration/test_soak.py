@@ -37,9 +37,10 @@ def test_soak(tmp_path: Path) -> None:
         assert len(losses) == STEPS
         # Tokens are random: what can be learned is that all of them are equally frequent.
         assert losses[-1] < losses[0]
-        warm, end = counts[0], counts[-1]
-        # An allocator keeps some pages; a tensor of a step is 16 KiB, 1,500 of them 24 MiB.
-        assert end["kib"] - warm["kib"] < 8 * 1024
+        # The allocator goes on filling its arenas for a thousand steps; 2.5 MiB seen after them,
+        # all of it before step 1,500. A tensor of 16 KiB a step would be 16 MiB.
+        warm, end = counts[1], counts[-1]
+        assert end["kib"] - warm["kib"] < 6 * 1024
         assert end["objects"] - warm["objects"] < 300
     for rank in pieces:
         assert rank["compared"] > 50
