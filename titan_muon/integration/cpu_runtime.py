@@ -114,8 +114,9 @@ def _switch_off_gpu_settings(config: "Trainer.Config") -> list[str]:
         if getattr(table, name) != value:
             setattr(table, name, value)
             changes.append(f"{section}.{name} = {str(value).lower()}")
-    if getattr(config.checkpoint, "async_mode", None) == "async_with_pinned_mem":
-        config.checkpoint.async_mode = "async"
+    checkpoint: Any = config.checkpoint
+    if getattr(checkpoint, "async_mode", None) == "async_with_pinned_mem":
+        checkpoint.async_mode = "async"
         changes.append("checkpoint.async_mode = async (no device to copy from)")
     if isinstance(config.activation_checkpoint, MemoryBudgetAC.Config):
         config.activation_checkpoint = None
