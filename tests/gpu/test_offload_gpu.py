@@ -31,7 +31,7 @@ def _model(mesh, offload: bool, dtype=torch.float32) -> nn.Module:
 
     torch.manual_seed(0)
     layers = [nn.Linear(n, n, bias=False) for n in SIZES for _ in range(3)]
-    model = nn.ModuleList(layers).to(dtype=dtype)
+    model = nn.Sequential(*layers).to(dtype=dtype)
     model = model if offload else model.cuda()
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     return fully_shard(model, mesh=mesh, offload_policy=policy)
@@ -105,7 +105,7 @@ def test_offloaded_step_holds_a_bounded_part_on_the_gpu(mesh):
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(1024, 1024, bias=False) for _ in range(64)])
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(64)))
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
     # 256 MiB of weights, as much momentum and gradient; a stage of about four matrices.
     optimizer = Muon(param_groups(model), lr=0.02, max_stage_bytes=1 << 26)
