@@ -20,6 +20,7 @@ from tests.helpers.optimizers import assert_same, parameters, set_gradients, sna
 from tests.helpers.spectra import SPECTRA, matrix
 from titan_muon import Muon, orthogonalize, param_groups
 from titan_muon.optim.matrix_math import inverse_norms
+from titan_muon.orthogonalization import resolve_schedule, starting_norm
 
 TESTS = Path(__file__).parents[1]
 LAYOUTS = "distributed/test_exactness.py::test_every_layout_with_every_split"
@@ -124,6 +125,7 @@ FAULTS = {
     ],
     "numerics: a momentum that fades away becomes NaN": [
         HERE + "test_momentum_that_fades_away_never_becomes_a_nan",
+        HERE + "test_start_of_a_matrix_of_subnormal_numbers_is_finite",
         "gpu/test_faults_gpu.py::test_momentum_that_fades_away_never_becomes_a_nan",
     ],
     "numerics: clipping changes Muon's update": [HERE + "test_clipping_moves_adamw_only"],
@@ -436,3 +438,16 @@ def test_norms_of_the_kernels_path_outlive_their_squares():
         assert 0.1 < norms[index] <= 1.0
     assert norms[4] == 0
     assert norms[5].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_start_of_a_matrix_of_subnormal_numbers_is_finite(dtype):
+    """On a GPU the direction is multiplied by both in one go, and 0 * inf is NaN."""
+    sizes = [torch.finfo(dtype).tiny * 2.0**-k for k in (0, 4, 8, 12)] + [0.0]
+    largest = torch.tensor(sizes, dtype=dtype)
+    schedule = resolve_schedule("polar_express", 5)
+    start = starting_norm(1024, 4096, torch.float16, torch.device("cpu"), schedule)
+    assert start > 30
+    factors = inverse_norms(largest, largest.square(), torch.full_like(largest, 2.0)) * start
+    assert factors.isfinite().all()
+    assert (largest * factors).isfinite().all()

@@ -88,7 +88,9 @@ def inverse_norms(largest: Tensor, square_sums: Tensor, elements: Tensor) -> Ten
     norms = torch.where(is_exact, square_sums.sqrt(), largest * elements.sqrt())
     # A NaN or inf in the matrix stays one.
     norms = torch.where(largest.isfinite(), norms, square_sums)
-    return norms.clamp_min_(info.tiny).reciprocal_()
+    # The reciprocal is multiplied by the norm at which an iteration starts, at most 32, and 0 by
+    # both: neither may overflow.
+    return norms.clamp_min_(info.tiny * 2**10).reciprocal_()
 
 
 def start_of(stack: Tensor, group: Mapping[str, Any]) -> float:
