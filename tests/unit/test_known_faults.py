@@ -21,6 +21,7 @@ from tests.helpers.spectra import SPECTRA, matrix
 from titan_muon import Muon, orthogonalize, param_groups
 from titan_muon.optim.matrix_math import inverse_norms
 from titan_muon.orthogonalization import resolve_schedule, starting_norm
+from titan_muon.orthogonalization.methods import _norms
 
 TESTS = Path(__file__).parents[1]
 LAYOUTS = "distributed/test_exactness.py::test_every_layout_with_every_split"
@@ -126,6 +127,8 @@ FAULTS = {
     "numerics: a momentum that fades away becomes NaN": [
         HERE + "test_momentum_that_fades_away_never_becomes_a_nan",
         HERE + "test_start_of_a_matrix_of_subnormal_numbers_is_finite",
+        HERE + "test_a_momentum_of_zeros_moves_nothing_whatever_the_size",
+        HERE + "test_norms_of_a_gpu_outlive_their_squares",
         "gpu/test_faults_gpu.py::test_momentum_that_fades_away_never_becomes_a_nan",
     ],
     "numerics: clipping changes Muon's update": [HERE + "test_clipping_moves_adamw_only"],
@@ -451,3 +454,28 @@ def test_start_of_a_matrix_of_subnormal_numbers_is_finite(dtype):
     factors = inverse_norms(largest, largest.square(), torch.full_like(largest, 2.0)) * start
     assert factors.isfinite().all()
     assert (largest * factors).isfinite().all()
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "normuon", "adamuon", "aurora"])
+def test_a_momentum_of_zeros_moves_nothing_whatever_the_size(algorithm):
+    """sqrt(rows) over the smallest norm overflowed from 12 rows on, and 0 * inf is NaN."""
+    w = nn.Parameter(torch.randn(96, 160, generator=torch.Generator().manual_seed(0)))
+    before = w.detach().clone()
+    optimizer = Muon([{"params": [w], "algorithm": algorithm, "weight_decay": 0.0}])
+    w.grad = torch.zeros_like(w)
+    optimizer.step()
+    assert torch.equal(w, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 1e-20, 1e-7, 1.0, 1e10, 1e30])
+def test_norms_of_a_gpu_outlive_their_squares(dtype, size):
+    """There sums are float32."""
+    x = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(0)).mul(size).to(dtype)
+    if not x.isfinite().all() or not x.count_nonzero():
+        return
+    norms = _norms(x, torch.float32).flatten().double()
+    exact = x.double().norm(dim=(1, 2))
+    # Never too small, where the iteration diverges; exact where squares are.
+    assert (norms >= 0.999 * exact).all()
+    assert (norms <= (1.001 if 1e-14 < size < 1e18 else 5.0) * exact).all()

@@ -1,5 +1,7 @@
 """From an arbitrary batch of matrices to its orthogonalized batch: the one entry of the package."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -255,19 +257,27 @@ def _enlargement(rows: int, dtype: torch.dtype, chosen: str) -> float:
 
 def _normalize(x: Tensor, factor: float, ops: Operations, *, out: Tensor) -> None:
     """Write ``x / (factor * norm)`` of each matrix."""
-    wide = torch.float64 in (x.dtype, out.dtype)
-    divisor = torch.float64 if wide else torch.float32
-    # Squares leave the range of a dtype long before its values do: a momentum without gradients
-    # falls below 1e-23 in a thousand steps, its squares to zero, and the quotient is no number.
-    accumulate = torch.float32 if x.device.type == "mps" else torch.float64
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accumulate)
-    if x.dtype == accumulate and x.numel():
-        largest = x.abs().amax(dim=(-2, -1), keepdim=True)
-        bound = largest * (x.shape[-2] * x.shape[-1]) ** 0.5
-        norm = torch.where(norm > torch.finfo(accumulate).tiny ** 0.45, norm, bound)
+    divisor = torch.float64 if torch.float64 in (x.dtype, out.dtype) else torch.float32
+    # float64 costs nothing on a CPU; on a GPU torch would make a copy of the matrices.
+    norm = _norms(x, torch.float64 if x.device.type == "cpu" else divisor)
     # The smallest normal number turns 0/0 into 0 and is far below any norm that matters.
     norm = norm.mul_(factor).to(divisor).clamp_min_(torch.finfo(divisor).tiny)
     ops.divide(x, norm, out=out)
+
+
+def _norms(x: Tensor, accumulate: torch.dtype) -> Tensor:
+    """Return the Frobenius norms; where the squares leave the range, the largest they can be.
+
+    Squares leave it long before their numbers do: a momentum without gradients falls below 1e-23 in
+    a thousand steps. Too small a start costs accuracy where too large a one diverges.
+    """
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accumulate)
+    info = torch.finfo(accumulate)
+    if torch.finfo(x.dtype).tiny > info.tiny or not x.numel():
+        return norm
+    largest = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True).to(accumulate)
+    is_exact = (norm > info.tiny**0.375) & (norm <= info.max)
+    return torch.where(is_exact, norm, largest * (x.shape[-2] * x.shape[-1]) ** 0.5)
 
 
 def _chunk_size(

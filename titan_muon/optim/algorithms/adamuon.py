@@ -56,5 +56,5 @@ class AdaMuonAlgorithm(MatrixAlgorithm):
         torch.div(update, scaled, out=scaled)
         norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True)
         # A zero matrix has norm 0 and stays zero.
-        factor = min(update.shape[-2:]) ** 0.5 / norm.clamp_min(1e-38)
+        factor = min(update.shape[-2:]) ** 0.5 / norm.clamp_min(1e-30)
         return update.copy_(scaled.mul_(factor))
