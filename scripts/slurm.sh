@@ -23,6 +23,10 @@
 set -euo pipefail
 # Slurm runs a copy of this file; the checkout is where the job was submitted.
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
+[ -f scripts/setup.sh ] || {
+    echo "error: $PWD is no checkout of titan-muon; call sbatch in one, or with --chdir=CHECKOUT" >&2
+    exit 1
+}
 source scripts/setup.sh
 
 [ $# -gt 0 ] || die "name a train config: sbatch --nodes=N scripts/slurm.sh CONFIG.toml; see $ROOT/train_configs"

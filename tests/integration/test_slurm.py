@@ -77,6 +77,7 @@ def test_dry_run(slurm):
         ((), {}, "name a train config"),
         (("train_configs/gone.toml",), {}, "train_configs/gone.toml does not exist"),
         ((CONFIG,), {"SLURM_JOB_ID": ""}, "this is no Slurm job"),
+        ((CONFIG,), {"SLURM_SUBMIT_DIR": "/"}, "/ is no checkout of titan-muon"),
     ],
 )
 def test_mistakes(slurm, args, more, part):

@@ -295,6 +295,20 @@ def test_console_script():
     assert any(need.startswith("rich") for need in project["dependencies"])
 
 
+def test_modules_of_the_current_folder_are_found_as_in_training(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_muon.py").write_text("raise ValueError('it was imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])  # a script's has no current folder
+    file = tmp_path / "x.toml"
+    file.write_text(
+        '[model]\nname = "llama3"\nflavor = "debugmodel"\n[optimizer]\nimports = ["my_muon"]\n'
+    )
+    monkeypatch.setattr(sys, "argv", ["titan-muon", "plan", str(file)])
+    with pytest.raises(SystemExit):
+        main.main()
+    assert "it was imported" in capsys.readouterr().err
+
+
 def test_options_and_help_need_no_torchtitan():
     program = (
         "import sys\n"

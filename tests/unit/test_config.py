@@ -119,7 +119,7 @@ def test_groups_start_from_what_their_algorithm_has_anyway():
         ({"name": "Moun"}, ("optimizer.name", "'Moun'", "'muon'")),
         ({"lr": -1.0}, ("optimizer: lr = -1.0", ">= 0")),
         ({"options": {"rank": 3}}, ("rank is not an option of Muon",)),
-        ({"imports": ["not_there"]}, ("optimizer.imports", "'not_there'")),
+        ({"imports": ["not_there"]}, ("optimizer.imports", "'not_there'", "PYTHONPATH")),
         ({"ns_method": "newton_schulz", "ns_steps": 11}, ("1..10", "11")),
         ({"adamw": AdamWConfig(betas=(0.9, 1.0))}, ("optimizer.adamw: betas",)),
         ({"optimizer_factory_kwargs_by_name": {"DistMuon": {}}}, ("DistMuon", "Leave it out")),

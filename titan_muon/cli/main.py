@@ -1,6 +1,7 @@
 """One command, one module each; a module is imported when its command is given."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,9 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: Help was printed, or the command could not run.
     """
+    if args is None and not sys.flags.safe_path and os.getcwd() not in sys.path:
+        # As `python -m` does in training; a script alone would not find the user's own modules.
+        sys.path.insert(0, os.getcwd())
     given = list(sys.argv[1:] if args is None else args)
     if not given or given[0] in ("-h", "--help"):
         print(_usage())

@@ -294,8 +294,12 @@ def import_algorithms(modules: list[str], *, where: str) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            # Only where the module itself is not found; what it imports is its own business.
+            hint = missing is not None and f"{name}.".startswith(f"{missing}.")
             raise ValueError(
                 f"{where}: importing {name!r} failed: {type(error).__name__}: {error}"
+                + "; install it, start in its folder or put that folder on PYTHONPATH." * hint
             ) from error
 
 
