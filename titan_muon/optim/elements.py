@@ -39,16 +39,18 @@ def in_chunks(
         states: Sequence[Mapping[str, Tensor]],
         group: Mapping[str, Any],
     ) -> None:
-        parts = zip(params, grads, states, roundings, strict=True)
-        shards = [_Shard(*part) for part in parts]
-        direct = [shard for shard in shards if shard.is_uniform]
-        if direct:
-            own = [s.state for s in direct]
-            step([s.param for s in direct], [s.grad for s in direct], own, group)
+        direct: list[int] = []
         staged: dict[tuple[Any, ...], list[_Shard]] = {}
-        for shard in shards:
-            if not shard.is_uniform:
+        parts = zip(params, grads, states, roundings, strict=True)
+        for place, (param, grad, state, rounding) in enumerate(parts):
+            if rounding is None and _is_uniform(param, grad, state):
+                direct.append(place)
+            else:
+                shard = _Shard(param, grad, state, rounding)
                 staged.setdefault(shard.kind, []).append(shard)
+        if direct:
+            shards, of_shards = ([tensors[i] for i in direct] for tensors in (params, grads))
+            step(shards, of_shards, [states[i] for i in direct], group)
         for alike in staged.values():
             for sections in _cut(alike):
                 _step_sections(step, sections, group, conditional=conditional)
@@ -56,6 +58,20 @@ def in_chunks(
                 shard.restore()
 
     return run
+
+
+def _is_sliced(key: str, tensor: Tensor, param: Tensor) -> bool:
+    """Whether a state tensor holds a value for each element of the weight."""
+    return tensor.shape == param.shape and (tensor.ndim > 0 or key != STEP)
+
+
+def _is_uniform(param: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> bool:
+    """Whether torch's kernels take the shards as they are."""
+    dtype = param.dtype
+    for key, tensor in state.items():
+        if (tensor.dtype != dtype or is_quantized(tensor)) and _is_sliced(key, tensor, param):
+            return False
+    return grad.dtype == dtype
 
 
 class _Shard:
@@ -75,21 +91,15 @@ class _Shard:
         rounding: Rounding | None,
     ) -> None:
         self.param, self.grad, self.state, self.rounding = param, grad, state, rounding
-        self.sliced = [
-            key for key, t in state.items() if t.shape == param.shape and (t.ndim or key != "step")
-        ]
-        tensors = [param, grad, *(state[key] for key in self.sliced)]
-        quantized = [is_quantized(t) for t in tensors]
-        self.is_uniform = (
-            rounding is None and not any(quantized) and len({t.dtype for t in tensors}) == 1
-        )
-        self.kind = *(t.dtype for t in tensors), *quantized, *self.sliced, rounding is None
+        self.sliced = [key for key, t in state.items() if _is_sliced(key, t, param)]
         self._live = [param, *(state[key] for key in self.sliced)]
-        if not self.is_uniform:
-            self.flat = [t.view(-1) if t.is_contiguous() else t.reshape(-1) for t in self._live]
-            self.flat_grad = grad.reshape(-1)
-            # Each chunk of a shard takes the same step.
-            self.before = {k: t.clone() for k, t in state.items() if k not in self.sliced}
+        tensors = [grad, *self._live]
+        quantized = [is_quantized(t) for t in tensors]
+        self.kind = *(t.dtype for t in tensors), *quantized, *self.sliced, rounding is None
+        self.flat = [t.view(-1) if t.is_contiguous() else t.reshape(-1) for t in self._live]
+        self.flat_grad = grad.reshape(-1)
+        # Each chunk of a shard takes the same step.
+        self.before = {k: t.clone() for k, t in state.items() if k not in self.sliced}
 
     def restore(self) -> None:
         """Write back what had to be copied."""

@@ -163,7 +163,9 @@ def _quantized_class(chosen: str) -> Any:
 
 def is_quantized(tensor: Tensor) -> bool:
     """Whether a local tensor is one of torchao's."""
-    return type(tensor).__module__.startswith("torchao.optim.subclass_")
+    kind = type(tensor)
+    # Every step asks it of every state tensor, and hardly any is one.
+    return kind is not Tensor and kind.__module__.startswith("torchao.optim.subclass_")
 
 
 def arithmetic_dtype(tensor: Tensor) -> torch.dtype:
