@@ -197,6 +197,34 @@ def test_quantised_momentum_is_read_by_its_values():
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=0)
 
 
+def test_every_dtype_of_weights_is_measured():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        param = nn.Parameter(torch.ones(6, 4, dtype=dtype))
+        param.grad = torch.arange(24, dtype=dtype).view(6, 4)
+        before = param.detach().clone()
+        optimizer = Muon([param], lr=0.5, weight_decay=0.0)
+        watch = StepMeter(optimizer)
+        with watch:
+            optimizer.step()
+        moved = (param.detach() - before).double().square().sum()
+        measured = watch.sums[0, FIELDS.index("update_squares")]
+        # The weights' rounding: bfloat16 has 8 bits.
+        torch.testing.assert_close(measured, moved, rtol=0.02, atol=0, msg=str(dtype))
+
+
+def test_empty_groups_are_measured():
+    param = nn.Parameter(torch.ones(6, 4))
+    param.grad = torch.ones(6, 4)
+    optimizer = Muon([{"params": [], "algorithm": "adamw"}, {"params": [param]}])
+    watch = StepMeter(optimizer)
+    with watch:
+        optimizer.step()
+    counts = watch.sums[:, FIELDS.index("update_count")]
+    assert counts.tolist() == [0.0, 24.0]
+    with StepMeter(Muon([{"params": []}])) as watch:
+        assert watch.sums.tolist() == [[0.0] * len(FIELDS)]
+
+
 def test_orthogonality_error_of_known_matrices():
     q, _ = torch.linalg.qr(torch.randn(32, 8, generator=torch.Generator().manual_seed(0)))
     assert orthogonality_error(3e4 * q) < 1e-5

@@ -117,7 +117,8 @@ class StepMeter(Observer):
                 raise AssertionError("the batch has not been computed")
             flags = torch.ones_like(batch.scales) if batch.flags is None else batch.flags
             moved = flags.double() / _copies_of_matrices(group["params"][0])
-            norms = torch.linalg.vector_norm(stack, dim=(1, 2), dtype=torch.float32).double()
+            wide = torch.promote_types(stack.dtype, torch.float32)
+            norms = torch.linalg.vector_norm(stack, dim=(1, 2), dtype=wide).double()
             squares = (norms * batch.scales * _lr_on(group, stack.device)).square()
             self._add(group, "update_squares", (squares * moved).sum())
             self._add(group, "update_count", moved.sum() * stack[0].numel())
@@ -207,7 +208,10 @@ def _world_size() -> int:
 
 
 def _device_of(optimizer: "Muon") -> torch.device:
-    return compute_device(optimizer.param_groups[0]["params"][0])
+    # A group may be empty: a frozen part of the model, a pipeline stage without some kind.
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    first = next(params, None)
+    return torch.device("cpu") if first is None else compute_device(first)
 
 
 def _lr_on(group: Mapping[str, Any], device: torch.device) -> Tensor | float:
