@@ -288,6 +288,21 @@ def test_state_that_does_not_fit_is_refused_before_anything_is_touched(
     assert_same(snapshot(target.optimizers[0]), before)
 
 
+@pytest.mark.parametrize(("saved", "here"), [(2, 1), (1, 2), (2, 2)])
+def test_another_number_of_data_ranks_is_refused_in_words(saved, here, tmp_path):
+    # What torchtitan's data loader puts into a checkpoint: an entry a rank, and their number.
+    loaders = {f"dp_rank_{rank}": b"" for rank in range(saved)} | {"world_size": saved}
+    dcp.save({"dataloader": loaders}, checkpoint_id=tmp_path, no_dist=True)
+    live = {"dataloader": {f"dp_rank_{here - 1}": b"", "world_size": here}}
+    planner = CrossingPlanner("zeros", tmp_path)
+    if saved == here:
+        dcp.load(live, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+        return
+    message = rf"{saved} data-parallel ranks saved it and this run has {here}.*exclude_from_loading"
+    with pytest.raises(CheckpointException, match=message):
+        dcp.load(live, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated", "empty"])
 def test_damaged_file_is_named_before_anything_is_touched(damage, tmp_path):
     _save(_trained("Muon").state_dict(), tmp_path)

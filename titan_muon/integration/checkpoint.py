@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
-from torchtitan.components.checkpoint import MODEL, OPTIMIZER, CheckpointManager
+from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, CheckpointManager
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
@@ -55,13 +55,15 @@ class CrossingPlanner(StateLoadPlanner):
         """Decide for every key of the optimizer what is loaded into it.
 
         Raises:
-            ValueError: A file of the checkpoint is missing or too short, or state does not fit.
+            ValueError: A file of the checkpoint is missing or too short, state does not fit, or the
+                data loader had another number of ranks.
         """
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if metadata is None:
             raise AssertionError("DCP plans a load by the checkpoint's metadata")
         if is_coordinator and self._folder is not None:
             _check_files(self._folder, metadata)
+        _check_data_ranks(state_dict.get(DATALOADER), metadata)
         if OPTIMIZER in state_dict:
             self._cross(state_dict[OPTIMIZER], metadata)
 
@@ -187,6 +189,20 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
         size = os.path.getsize(file)
         if size < end:
             raise ValueError(f"the file {path} has {size} bytes and should have {end}")
+
+
+def _check_data_ranks(loader: Any, metadata: Metadata) -> None:
+    """Refuse another number of data-parallel ranks in words; torchtitan's loader only asserts."""
+    pattern = re.compile(rf"{DATALOADER}\.dp_rank_\d+")
+    saved = sum(pattern.fullmatch(key) is not None for key in metadata.state_dict_metadata)
+    here = loader.get("world_size", saved) if isinstance(loader, dict) else saved
+    if saved and here != saved:
+        raise ValueError(
+            f"{saved} data-parallel ranks saved it and this run has {here}, and torchtitan's data "
+            "loader cannot share its place in the data out anew. Keep their number, or add "
+            f"--checkpoint.exclude_from_loading {DATALOADER}: weights and optimizer go on, and "
+            "the data start again from the beginning."
+        )
 
 
 def _explain(checkpoint_id: str, error: CheckpointException) -> str:
