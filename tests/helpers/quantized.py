@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from titan_muon.distributed.tensors import local_of
-from titan_muon.optim.state_tensors import is_quantized, stored
+from titan_muon.optim.quantized import is_quantized, stored
 
 
 def bits(tensor: Tensor) -> list[Tensor]:

@@ -24,7 +24,7 @@ from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.options import MATRIX_OPTIONS
 from titan_muon.optim.param_groups import to_groups
-from titan_muon.optim.state_tensors import stored
+from titan_muon.optim.quantized import stored
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ["--module", "llama3", "--config", "llama3_debugmodel", "--optimizer.name", "Muon"]

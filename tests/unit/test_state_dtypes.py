@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 from tests.helpers.optimizers import ALGORITHMS, register_averaged, train
 from tests.helpers.quantized import bits, values
 from titan_muon import Muon, param_groups
-from titan_muon.optim import state_tensors
-from titan_muon.optim.state_tensors import copy_state, encode, new_state
+from titan_muon.optim import quantized
+from titan_muon.optim.quantized import encode
+from titan_muon.optim.state_tensors import copy_state, new_state
 
 torchao = pytest.importorskip("torchao", reason="quantised state needs torchao")
 ROOT = Path(__file__).parents[2]
@@ -205,13 +206,13 @@ def test_shape_that_fits_no_block_is_refused_by_name():
 def test_missing_torchao_is_named(monkeypatch):
     for name in [n for n in sys.modules if n.partition(".")[0] == "torchao"]:
         monkeypatch.setitem(sys.modules, name, None)
-    state_tensors._quantized_class.cache_clear()
+    quantized.quantized_class.cache_clear()
     try:
         with pytest.raises(ImportError, match="'int8' needs torchao: pip install torchao"):
             _optimizer("muon", "int8")
         assert _optimizer("muon", "bfloat16")
     finally:
-        state_tensors._quantized_class.cache_clear()
+        quantized.quantized_class.cache_clear()
 
 
 def test_import_of_the_package_leaves_torchao_alone():

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from titan_muon.optim.loans import Loan, Transfers
 from titan_muon.optim.observer import ElementwiseStep
+from titan_muon.optim.quantized import is_quantized, section
 from titan_muon.optim.rounding import STEP, Rounding
-from titan_muon.optim.state_tensors import is_quantized, section
 
 __all__ = ["in_chunks"]
 

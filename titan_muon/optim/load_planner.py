@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from titan_muon.distributed.tensors import local_of
-from titan_muon.optim.state_tensors import allow_loading, copy_state, dequantized, is_quantized
+from titan_muon.optim.quantized import allow_loading, dequantized, is_quantized
+from titan_muon.optim.state_tensors import copy_state
 
 __all__ = ["StateLoadPlanner"]
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from titan_muon.optim.state_tensors import decode, encode, is_quantized, stored
+from titan_muon.optim.quantized import decode, encode, is_quantized, stored
 
 __all__ = ["Loan", "Narrow", "Transfers"]
 

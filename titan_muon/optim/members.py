@@ -14,9 +14,10 @@ from titan_muon.kernels.pieces import PieceTable, TensorList
 from titan_muon.kernels.pieces_dispatch import PieceOperations
 from titan_muon.optim.algorithms.base import MatrixAlgorithm, get_algorithm
 from titan_muon.optim.matrix_math import matrix_cost
+from titan_muon.optim.quantized import clone_state
 from titan_muon.optim.rounding import STEP, Rounding, is_rounded
 from titan_muon.optim.state import MOMENTUM
-from titan_muon.optim.state_tensors import arithmetic_dtype, clone_state, quantized_as
+from titan_muon.optim.state_tensors import arithmetic_dtype, quantized_as
 
 __all__ = ["Gradients", "Member"]
 

@@ -1,7 +1,7 @@
 """What one step did: sums over this rank's part of it, from which the figures of a run are made."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from titan_muon.distributed.layout import is_dtensor, layout_of
 from titan_muon.distributed.tensors import compute_device, local_of
 from titan_muon.optim.measured_work import MeasuredWork
 from titan_muon.optim.observer import ElementwiseStep, Observer, StepParts
-from titan_muon.optim.state_tensors import is_quantized
+from titan_muon.optim.quantized import dequantized
 from titan_muon.optim.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -173,9 +173,7 @@ def orthogonality_error(matrix: Tensor) -> Tensor:
 
 def _sample(tensor: Tensor) -> Tensor:
     """Return at most about ``_SAMPLE`` elements, evenly spread, as one float vector."""
-    if is_quantized(tensor):
-        tensor = cast(Any, tensor).dequantize()
-    flat = tensor.detach().reshape(-1)
+    flat = dequantized(tensor.detach()).reshape(-1)
     # Odd, so that a power-of-two row length does not pick the same columns of every row.
     stride = max(1, len(flat) // _SAMPLE) | 1
     return flat[::stride].to(torch.promote_types(flat.dtype, torch.float32))
