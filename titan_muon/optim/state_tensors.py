@@ -4,9 +4,8 @@
 ``int8``, ``int4`` and ``float8`` state lies in torchao's tensor classes: codes, and one float32
 scale a block of consecutive elements of the local shard. A parameter is quantised if it has two
 dims or more and at least 4096 elements, whatever its layout; then every rank's shard must be a
-whole number of blocks, so that all ranks agree and no block crosses a shard. Matrices of a stack
-may share one; a NaN of one then reaches the other. What is stored is what is used: a step reads values
-back after it has rounded them.
+whole number of blocks, so that all ranks agree and no block crosses a shard. What is stored is what
+is used: a step reads values back after it has rounded them.
 """
 
 from typing import Any, cast
