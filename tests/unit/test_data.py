@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -133,6 +134,25 @@ def test_other_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="has format 99, this version reads 1; remove"):
         prepare(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"format"', "[]", "{}"])
+def test_damaged_manifest_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged; remove the folder"):
+        prepare(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "part", ["train.jsonl", "validation.jsonl", "tokenizer/tokenizer.json", "tokenizer"]
+)
+def test_missing_part_is_named(part: str, built: DataPaths, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(built.folder, folder)
+    gone = folder / part
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    with pytest.raises(ValueError, match=rf"lacks {gone.name}.*; remove the folder"):
+        prepare(folder)
 
 
 def test_python_without_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

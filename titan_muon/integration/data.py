@@ -42,6 +42,7 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "te
 # Written by the build of the interpreter: holds paths of the machine that built it.
 _SKIPPED_PREFIX = "_sysconfigdata"
 _MANIFEST = "manifest.json"
+_TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,11 @@ def _text_of(sample: dict[str, Any]) -> str:
 def _is_complete(paths: DataPaths) -> bool:
     if not paths.folder.exists():
         return False
+    again = "remove the folder to have it built again"
     try:
         found = json.loads(paths.manifest.read_text(encoding="utf-8"))["format"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{paths.manifest} is damaged; {again}") from None
     except FileNotFoundError:
         if not any(paths.folder.iterdir()):
             return False
@@ -153,9 +157,11 @@ def _is_complete(paths: DataPaths) -> bool:
         ) from None
     if found != _FORMAT:
         raise ValueError(
-            f"data folder {paths.folder} has format {found}, this version reads {_FORMAT}; "
-            "remove the folder to have it built again"
+            f"data folder {paths.folder} has format {found}, this version reads {_FORMAT}; {again}"
         )
+    for part in (paths.train, paths.validation, paths.tokenizer / _TOKENIZER):
+        if not part.is_file():
+            raise ValueError(f"data folder {paths.folder} lacks {part.name}; {again}")
     return True
 
 
@@ -242,7 +248,7 @@ def _write_tokenizer(folder: Path, texts: list[str]) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / _TOKENIZER))
     settings = {"bos_token": BEGIN_TOKEN, "eos_token": END_TOKEN}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
