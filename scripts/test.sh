@@ -4,6 +4,7 @@
 # Sets everything up on the first call, then runs ruff, pyrefly, codespell and pytest, and fails
 # if one of them does. GPU tests run where there is a GPU; --all adds the slow tests.
 #
+#   TEST_WORKERS                processes that run tests side by side (default: 2)
 #   TITAN_MUON_VENV, PYTHON: virtual environment, interpreter
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -32,7 +33,8 @@ check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "pyrefly" pyrefly check
 check "codespell" codespell titan_muon tests scripts configs train_configs README.md CHANGELOG.md
-check "pytest" python -m pytest -m "$tests" "$@"
+# Files stay whole: their tests share runs on several processes.
+check "pytest" python -m pytest -m "$tests" -n "${TEST_WORKERS:-2}" --dist loadfile "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'failed: %s\n' "${failed[@]}" >&2
