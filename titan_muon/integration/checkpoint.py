@@ -3,7 +3,6 @@
 Everything is decided from the checkpoint's metadata before a byte of live state is touched.
 """
 
-import dataclasses
 import os
 import re
 from collections import Counter
@@ -22,6 +21,7 @@ from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, Check
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
+from titan_muon.integration.config_class import as_class
 from titan_muon.integration.optimizers_container import MuonOptimizersContainer
 from titan_muon.optim.crossing import MomentumSource, StateTensor, choose_sources
 from titan_muon.optim.load_planner import StateLoadPlanner
@@ -154,10 +154,7 @@ def with_crossing(config: Any) -> Any:
     Args:
         config: Not modified; any other class than torchtitan's own comes back as it is.
     """
-    if type(config) is not CheckpointManager.Config:
-        return config
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return MuonCheckpointManager.Config(**values)
+    return as_class(config, CheckpointManager.Config, MuonCheckpointManager.Config)
 
 
 def _describe(value: Any) -> StateTensor:

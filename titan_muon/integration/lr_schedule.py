@@ -4,12 +4,12 @@ torchtitan's own leave the lr of the first resumed step to the checkpoint, where
 from the schedule of the run that stopped.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 
+from titan_muon.integration.config_class import as_class
 from titan_muon.integration.optimizers_container import MuonOptimizersContainer
 
 __all__ = ["LRScheduleConfig", "followed_schedule"]
@@ -35,7 +35,4 @@ def followed_schedule(config: LRSchedulersContainer.Config) -> LRSchedulersConta
     Args:
         config: Not modified; any other class than torchtitan's own comes back as it is.
     """
-    if type(config) is not LRSchedulersContainer.Config:
-        return config
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return LRScheduleConfig(**values)
+    return as_class(config, LRSchedulersContainer.Config, LRScheduleConfig)

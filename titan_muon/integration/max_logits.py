@@ -1,7 +1,7 @@
 """torchtitan's attention with the largest logit of each head as a by-product."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import spmd_types as spmd
@@ -21,6 +21,7 @@ from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.models.gpt_oss.model import Attention as SinkAttention
 from torchtitan.protocols.module import Module
 
+from titan_muon.integration.config_class import as_class
 from titan_muon.optim.qk_clip import observe
 
 __all__ = [
@@ -156,10 +157,7 @@ def reporting(config: FlexAttention.Config) -> FlexAttention.Config:
     Args:
         config: Not modified; a subclass of FlexAttention's comes back as it is.
     """
-    if type(config) is not FlexAttention.Config:
-        return config
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return MaxLogitFlexAttention.Config(**values)
+    return as_class(config, FlexAttention.Config, MaxLogitFlexAttention.Config)
 
 
 def _unfit(node: Any) -> str | None:

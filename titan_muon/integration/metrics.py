@@ -1,7 +1,6 @@
 """Figures of the optimizer in torchtitan's metrics: what a step changed, and what it cost."""
 
 import contextlib
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import logger
 
+from titan_muon.integration.config_class import as_class
 from titan_muon.integration.toml_place import ConfigError
 from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
@@ -139,10 +139,7 @@ def with_optimizer_metrics(config: MetricsProcessor.Config) -> MetricsProcessor.
     Args:
         config: Not modified; any other class than torchtitan's own comes back as it is.
     """
-    if type(config) is not MetricsProcessor.Config:
-        return config
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return OptimizerMetricsProcessor.Config(**values)
+    return as_class(config, MetricsProcessor.Config, OptimizerMetricsProcessor.Config)
 
 
 def _labels_of(optimizer: Muon) -> list[str]:
