@@ -102,6 +102,7 @@ def _prepare_data(config: Any) -> None:
     from titan_muon.integration.manager import uses_own_data
 
     if not uses_own_data(config):
+        _check_tokenizer(config)
         return
     from titan_muon.integration.data import prepare
 
@@ -112,6 +113,19 @@ def _prepare_data(config: Any) -> None:
     if not Path(config.hf_assets_path).exists():
         config.hf_assets_path = str(paths.tokenizer)
         _logger.info("Tokenizer: %s.", paths.tokenizer)
+
+
+def _check_tokenizer(config: Any) -> None:
+    """Refuse a missing tokenizer here; torchtitan does so later, and names a key long gone."""
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    wanted = type(config.tokenizer) is HuggingFaceTokenizer.Config
+    if wanted and not Path(config.hf_assets_path).is_dir():
+        raise ConfigError(
+            f'hf_assets_path = "{config.hf_assets_path}" is no folder here; name the one with the '
+            "model's tokenizer (--hf_assets_path, or a key above all tables of the train config), "
+            'or train on [dataloader] dataset = "python_stdlib", whose tokenizer is built.'
+        )
 
 
 def _parse_or_exit(args: Sequence[str] | None) -> "Trainer.Config":

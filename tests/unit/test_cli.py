@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
+from titan_muon import train
 from titan_muon.integration.config import OptimizerConfig
 from titan_muon.integration.data import register_datasets
 from titan_muon.integration.manager import TrainConfigManager, split_flags
@@ -35,6 +36,14 @@ def file(tmp_path):
         return f"--job.config_file={path}"
 
     return write
+
+
+def test_a_missing_tokenizer_is_named_before_the_run(tmp_path):
+    config = parse(*DEBUG, "--optimizer.name=Muon", f"--hf_assets_path={tmp_path / 'gone'}")
+    with pytest.raises(ConfigError, match=r'hf_assets_path = ".*gone" is no folder.*python_stdlib'):
+        train._prepare_data(config)
+    config.hf_assets_path = str(tmp_path)
+    train._prepare_data(config)
 
 
 def test_four_layers(file, tmp_path):

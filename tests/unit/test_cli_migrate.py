@@ -82,6 +82,7 @@ def test_prints_by_default(tmp_path, capsys):
         ("[optimizer]\nlr = 1e-3\n", [], "[model] is missing"),
         (OLDEST, ["--optimizer", "Moun"], "'muon'"),
         (OLDEST, ["--output", "old.toml"], "exists already"),
+        (OLDEST, ["--output", "gone/new.toml"], "No such file or directory; name a file in"),
     ],
 )
 def test_mistakes(text, more, part, tmp_path, monkeypatch, capsys):

@@ -114,6 +114,27 @@ def test_groups_start_from_what_their_algorithm_has_anyway():
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"state_dtype": "int8"},
+        {"adamw": AdamWConfig(state_dtype="int4")},
+        {
+            "param_groups": [
+                ParamGroupConfig(
+                    pattern="wo", optimizer_name="Muon", optimizer_kwargs={"state_dtype": "float8"}
+                )
+            ]
+        },
+    ],
+)
+def test_quantised_state_without_torchao_is_refused_early(changes, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(ValueError, match=r"optimizer: state_dtype = '.*' needs torchao: pip"):
+        OptimizerConfig(**changes).check()
+    OptimizerConfig(state_dtype="bfloat16").check()
+
+
+@pytest.mark.parametrize(
     ("changes", "parts"),
     [
         ({"name": "Moun"}, ("optimizer.name", "'Moun'", "'muon'")),

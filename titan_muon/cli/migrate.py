@@ -41,7 +41,13 @@ def run(args: Sequence[str]) -> None:
     if given.output is None:
         print(text, end="")
         return
-    Path(given.output).write_text(text, encoding="utf-8")
+    try:
+        Path(given.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output {given.output}: {error.strerror}; name a file in a folder that exists and "
+            "that you may write to."
+        ) from error
     # What was written is what must run.
     with quiet():
         parse_config(["--job.config_file", given.output])

@@ -1,7 +1,7 @@
 """The typed optimizer config: what ``[optimizer]`` and ``--optimizer.*`` may say."""
 
 import dataclasses
-import importlib
+import importlib.util
 import json
 import math
 import re
@@ -14,6 +14,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 
 from titan_muon.optim.algorithms import Algorithm, check_options, get_algorithm
 from titan_muon.optim.crossing import MOMENTUM_SOURCES, MomentumSource
+from titan_muon.optim.options import QUANTIZED
 from titan_muon.orthogonalization import resolve_schedule
 
 __all__ = ["AdamWConfig", "OptimizerConfig", "import_algorithms"]
@@ -252,6 +253,17 @@ class OptimizerConfig(OptimizersContainer.Config):
             )
         for index, group in enumerate(self.param_groups):
             self._check_group(group, _inside(where, f"param_groups.{index}"))
+        self._check_torchao(where)
+
+    def _check_torchao(self, where: str) -> None:
+        """Refuse quantised state here where it cannot be had, before any model is built."""
+        groups = [self.matrix_spec()[1], self.rest_spec()[1], *(s[2] for s in self.group_specs())]
+        wanted = [o["state_dtype"] for o in groups if o.get("state_dtype") in QUANTIZED]
+        if wanted and importlib.util.find_spec("torchao") is None:
+            raise ValueError(
+                f"{where}: state_dtype = {wanted[0]!r} needs torchao: pip install torchao, or use "
+                "'bfloat16'."
+            )
 
     def _check_group(self, group: ParamGroupConfig, where: str) -> None:
         try:
