@@ -7,12 +7,14 @@ import sys
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from tests.helpers.optimizers import ALGORITHMS, AveragedAlgorithm, set_gradients, train
 from titan_muon import Muon
 from titan_muon.kernels.rounding import mixed, round_reference
 from titan_muon.optim.algorithms import ElementwiseAlgorithm, register_algorithm
+from titan_muon.optim.load_planner import StateLoadPlanner
 from titan_muon.optim.options import COMMON_OPTIONS
 
 SHAPES = ((6, 10), (2, 4, 8), (5, 3))
@@ -199,6 +201,20 @@ def test_it_goes_on_and_off_at_a_load():
             assert torch.equal(*momenta)
             assert ("step" in target.state[q]) == after
         train(target, 1)
+
+
+def test_it_goes_on_at_a_distributed_load(tmp_path):
+    off, on = _optimizer("muon", stochastic_rounding=False), _optimizer("muon")
+    train(off, 2)
+    dcp.save({"state": off.state_dict()["state"]}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"state": on.state_dict()["state"]}
+    planner = StateLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    for ours, theirs in zip(_weights(on), _weights(off), strict=True):
+        assert torch.equal(on.state[ours]["momentum_buffer"], off.state[theirs]["momentum_buffer"])
+        assert on.state[ours]["step"] == 0
+    train(on, 1)
+    assert all(on.state[w]["step"] == 1 for w in _weights(on))
 
 
 def test_skipped_step_draws_no_noise():
