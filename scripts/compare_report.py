@@ -3,6 +3,7 @@
 import csv
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +37,8 @@ def write_report(results: "Sequence[Result]", folder: Path, png: Path | None = N
                 writer.writerow((*run, step, *values, result.validation.get(step, "")))
     table = as_table(results)
     (folder / "table.txt").write_text(table + "\n")
+    if find_spec("matplotlib") is None:
+        return f"{table}\nno picture: pip install matplotlib, then give the same command again"
     draw(results, png or folder / "compare.png")
     return table
 

@@ -94,7 +94,7 @@ def test_divergence_is_a_result_and_failure_is_not(compare, tmp_path):
         compare.train(stub(compare, "badly"), tmp_path, lambda step: None)
 
 
-def test_report(compare, tmp_path):
+def test_report(compare, tmp_path, monkeypatch):
     import compare_report
 
     results = [
@@ -116,3 +116,8 @@ def test_report(compare, tmp_path):
     assert len(rows) == 10
     assert rows[-3]["validation_loss"] == "4.5"
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    # Without it the runs still count.
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    without = compare_report.write_report(results, tmp_path / "without")
+    assert without.startswith(table)
+    assert "pip install matplotlib" in without
