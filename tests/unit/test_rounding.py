@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.helpers.optimizers import ALGORITHMS, AveragedAlgorithm, set_gradients, train
 from titan_muon import Muon
 from titan_muon.kernels.rounding import mixed, round_reference
+from titan_muon.optim import elements
 from titan_muon.optim.algorithms import ElementwiseAlgorithm, register_algorithm
 from titan_muon.optim.load_planner import StateLoadPlanner
 from titan_muon.optim.options import COMMON_OPTIONS
@@ -215,6 +216,15 @@ def test_it_goes_on_at_a_distributed_load(tmp_path):
         assert on.state[ours]["step"] == 0
     train(on, 1)
     assert all(on.state[w]["step"] == 1 for w in _weights(on))
+
+
+def test_chunks_of_a_shard_draw_the_noise_of_the_whole(monkeypatch):
+    whole, parts = _optimizer("adamw"), _optimizer("adamw")
+    train(whole, 2)
+    monkeypatch.setattr(elements, "CHUNK", 16)
+    train(parts, 2)
+    for one, other in zip(_weights(whole), _weights(parts), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_skipped_step_draws_no_noise():
