@@ -7,7 +7,8 @@ import torch
 
 from titan_muon import Muon, NorMuon
 from titan_muon.optim.algorithms import algorithm_names, check_options, get_algorithm
-from titan_muon.optim.options import from_saved, nearest, to_saved
+from titan_muon.optim.options import MATRIX_OPTIONS, from_saved, nearest, to_saved
+from titan_muon.orthogonalization.coefficients import schedule_names
 
 OWN = ("muon", "normuon", "adamw", "adam")
 BOOLEAN = ([True, False], [1, None, "true"])
@@ -276,3 +277,8 @@ def test_nearest_says_nothing_where_nothing_is_near():
 
 def test_own_algorithms_are_registered():
     assert set(OWN) <= set(algorithm_names())
+
+
+def test_every_schedule_is_among_the_allowed_values():
+    allowed = MATRIX_OPTIONS["ns_method"].allowed
+    assert all(f"'{name}'" in allowed for name in schedule_names())

@@ -213,7 +213,7 @@ MATRIX_OPTIONS: dict[str, Option] = {
     "nesterov": Option(True, "true or false", _is_bool, "look ahead by one EMA step"),
     "ns_method": Option(
         "polar_express",
-        "the name of a schedule or a list of (a, b, c) triples",
+        "'polar_express', 'newton_schulz', 'you', or a list of (a, b, c) triples",
         _ns_method,
         "polynomial schedule of the orthogonalization",
     ),
