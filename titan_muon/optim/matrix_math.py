@@ -10,6 +10,7 @@ from titan_muon.kernels import select_operations
 from titan_muon.optim.algorithms.base import MatrixAlgorithm
 from titan_muon.optim.lr_adjust import lr_factor
 from titan_muon.orthogonalization import (
+    bounded_norms,
     choose_evaluation,
     cost,
     orthogonalize_batch,
@@ -73,24 +74,18 @@ def stack_dtype(
 
 
 def inverse_norms(largest: Tensor, square_sums: Tensor, elements: Tensor) -> Tensor:
-    """Return 1 / norm of matrices; a zero matrix stays zero.
-
-    Where the squares have left their dtype's range, 1 / the largest norm that there can be: too
-    small a start costs accuracy where too large a one diverges.
+    """Return 1 / norm of matrices, norms as ``bounded_norms`` has them; a zero matrix stays zero.
 
     Args:
         largest, square_sums: Largest magnitude and sum of squares of each matrix.
         elements: Number of elements of each.
     """
-    info = torch.finfo(square_sums.dtype)
-    # Far above the smallest square, since many elements share the sum.
-    is_exact = (square_sums > info.tiny**0.75) & (square_sums <= info.max)
-    norms = torch.where(is_exact, square_sums.sqrt(), largest * elements.sqrt())
+    norms = bounded_norms(square_sums.sqrt(), largest, elements.sqrt())
     # A NaN or inf in the matrix stays one.
     norms = torch.where(largest.isfinite(), norms, square_sums)
     # The reciprocal is multiplied by the norm at which an iteration starts, at most 32, and 0 by
     # both: neither may overflow.
-    return norms.clamp_min_(info.tiny * 2**10).reciprocal_()
+    return norms.clamp_min_(torch.finfo(norms.dtype).tiny * 2**10).reciprocal_()
 
 
 def start_of(stack: Tensor, group: Mapping[str, Any]) -> float:

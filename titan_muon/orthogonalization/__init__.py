@@ -8,6 +8,7 @@ from titan_muon.orthogonalization.coefficients import (
     schedule_names,
 )
 from titan_muon.orthogonalization.methods import (
+    bounded_norms,
     choose_evaluation,
     cost,
     explain,
@@ -20,6 +21,7 @@ from titan_muon.orthogonalization.methods import (
 from titan_muon.orthogonalization.polar import polar_factor
 
 __all__ = [
+    "bounded_norms",
     "SCHEDULES",
     "Schedule",
     "ScheduleFamily",

@@ -147,6 +147,23 @@ def starting_norm(
     return _enlargement(min(rows, columns), dtype, chosen) / schedule.safety
 
 
+def bounded_norms(norms: Tensor, largest: Tensor, root: Tensor | float) -> Tensor:
+    """Return norms; where their squares have left the dtype's range, the largest they can be.
+
+    Squares leave it long before their numbers do: a momentum without gradients falls below 1e-23 in
+    a thousand steps. Too small a start costs accuracy where too large a one diverges.
+
+    Args:
+        norms: Roots of sums of squares.
+        largest: Largest magnitudes, broadcast against ``norms``.
+        root: Root of the number of elements, likewise.
+    """
+    info = torch.finfo(norms.dtype)
+    # Far above the smallest square, since many elements share the sum.
+    is_exact = (norms > info.tiny**0.375) & (norms <= info.max)
+    return torch.where(is_exact, norms, largest * root)
+
+
 def choose_evaluation(
     rows: int,
     columns: int,
@@ -266,18 +283,12 @@ def _normalize(x: Tensor, factor: float, ops: Operations, *, out: Tensor) -> Non
 
 
 def _norms(x: Tensor, accumulate: torch.dtype) -> Tensor:
-    """Return the Frobenius norms; where the squares leave the range, the largest they can be.
-
-    Squares leave it long before their numbers do: a momentum without gradients falls below 1e-23 in
-    a thousand steps. Too small a start costs accuracy where too large a one diverges.
-    """
+    """Return the Frobenius norms, or bounds of them as :func:`bounded_norms` does."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accumulate)
-    info = torch.finfo(accumulate)
-    if torch.finfo(x.dtype).tiny > info.tiny or not x.numel():
+    if torch.finfo(x.dtype).tiny > torch.finfo(accumulate).tiny or not x.numel():
         return norm
     largest = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True).to(accumulate)
-    is_exact = (norm > info.tiny**0.375) & (norm <= info.max)
-    return torch.where(is_exact, norm, largest * (x.shape[-2] * x.shape[-1]) ** 0.5)
+    return bounded_norms(norm, largest, (x.shape[-2] * x.shape[-1]) ** 0.5)
 
 
 def _chunk_size(
