@@ -13,7 +13,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from titan_muon import Muon, param_groups
 from titan_muon.integration.data import prepare
+from titan_muon.optim.stopwatch import Stopwatch
 
 # layers, width, heads, hidden width
 SIZES = {"tiny": (2, 128, 4, 384), "1b": (16, 2048, 16, 8192)}
@@ -77,11 +77,11 @@ def run(name: str, options: argparse.Namespace, device: torch.device) -> None:
     if "resume" in folder:
         load(model, optimizer, schedule, folder["resume"])
     first = schedule.last_epoch
-    clock = Clock(device)
-    losses = []
+    clocks, losses = [], []
     for step in range(first, options.steps):
         inputs, targets = batch(tokens, step, options, device)
-        with clock.part("step"):
+        clocks.append(clock := Stopwatch(device))
+        with clock.part("model"):
             loss = cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
             loss.backward()
             with clock.part("optimizer"):
@@ -91,7 +91,7 @@ def run(name: str, options: argparse.Namespace, device: torch.device) -> None:
         losses.append(mean(loss.detach()))
         if "checkpoint" in folder and step + 1 == options.steps // 2:
             save(model, optimizer, schedule, folder["checkpoint"])
-    report(name, losses, first, clock, options)
+    report(name, losses, first, milliseconds(clocks), options)
 
 
 class Layer(nn.Module):
@@ -216,52 +216,25 @@ def state_of(model: nn.Module, optimizer: Muon, schedule: LambdaLR) -> dict[str,
     return {"model": weights, "optimizer": state, "schedule": schedule.state_dict()}
 
 
-class Clock:
-    """Milliseconds of named parts, by device events where there is a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.gpu = device.type == "cuda"
-        self.marks: dict[str, list[tuple]] = {}
-
-    def part(self, name: str) -> "Part":
-        return Part(self, name)
-
-    def now(self) -> "torch.cuda.Event | float":
-        if not self.gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def median(self, name: str) -> float:
-        marks = self.marks[name][len(self.marks[name]) // 3 :]
-        if self.gpu:
-            return statistics.median(start.elapsed_time(stop) for start, stop in marks)
-        return statistics.median(1e3 * (stop - start) for start, stop in marks)
-
-
-class Part:
-    """One use of one part of a clock."""
-
-    def __init__(self, clock: Clock, name: str) -> None:
-        self.clock, self.name = clock, name
-
-    def __enter__(self) -> None:
-        self.start = self.clock.now()
-
-    def __exit__(self, *_: object) -> None:
-        self.clock.marks.setdefault(self.name, []).append((self.start, self.clock.now()))
+def milliseconds(clocks: Sequence[Stopwatch]) -> tuple[float, float]:
+    """Return the medians of a whole step and of its optimizer; the first third warms up."""
+    parts = [clock.seconds() for clock in clocks[len(clocks) // 3 :]]
+    whole = statistics.median(part["model"] + part["optimizer"] for part in parts)
+    return 1e3 * whole, 1e3 * statistics.median(part["optimizer"] for part in parts)
 
 
 def report(
-    name: str, losses: list[float], first: int, clock: Clock, options: argparse.Namespace
+    name: str,
+    losses: list[float],
+    first: int,
+    times: tuple[float, float],
+    options: argparse.Namespace,
 ) -> None:
-    """Print one optimizer's figures on rank 0; steps of the first third do not count."""
-    if clock.gpu:
-        torch.cuda.synchronize()
-    step, part = clock.median("step"), clock.median("optimizer")
-    peak = torch.cuda.max_memory_allocated() / 2**30 if clock.gpu else 0.0
-    if clock.gpu:
+    """Print one optimizer's figures on rank 0."""
+    step, part = times
+    peak = 0.0
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
     if dist.get_rank():
         return
