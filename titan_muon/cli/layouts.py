@@ -8,10 +8,9 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from titan_muon.integration.meta_model import fake_ranks, tie
+from titan_muon.integration.meta_model import fake_ranks, meta_parts
 from titan_muon.integration.toml_place import ConfigError
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def stages_of(config: "Trainer.Config", world_size: int) -> Iterator[Stage]:
         ranks = range(number * size, (number + 1) * size)
         with _as_rank(ranks[0], world_size):
             try:
-                parts = _parallelized(config, world_size, first=number == 0)
+                parts = meta_parts(config, world_size, first=number == 0)
             except ConfigError:
                 raise
             except Exception as error:
@@ -185,45 +184,3 @@ def _leave_out_what_moves_nothing(config: "Trainer.Config") -> None:
     config.parallelism.enable_fsdp_symm_mem = False
     if config.model_spec is None:
         raise ConfigError("this config has no model; choose one with [model] or --module.")
-
-
-def _parallelized(config: "Trainer.Config", world_size: int, *, first: bool) -> list[nn.Module]:
-    """Do what the Trainer does between its process groups and its weights."""
-    from torchtitan.config import TORCH_DTYPE_MAP
-    from torchtitan.config.override import apply_overrides
-    from torchtitan.distributed import ParallelDims, utils
-    from torchtitan.tools.utils import set_default_dtype
-
-    dims = ParallelDims.from_config(config.parallelism, world_size)
-    dims.build_mesh()
-    utils.set_spmd_backend(config.parallelism.spmd_backend)
-    spec: Any = config.model_spec
-    if first:
-        spec.model.update_from_config(config=config)
-        if config.override.imports:
-            apply_overrides(config.override, config)
-    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-        model = spec.model.build()
-    common: dict[str, Any] = {
-        "parallel_dims": dims,
-        "training": config.training,
-        "parallelism": config.parallelism,
-        "compile_config": config.compile,
-        "ac_config": None,
-        "dump_folder": config.dump_folder,
-    }
-    if not dims.pp_enabled:
-        model = spec.parallelize_fn(model, **common)
-        tie(model)
-        return [model]
-    if not spec.pipelining_fn:
-        raise ConfigError(f"{spec.name} has no pipeline parallelism; leave its degree at 1.")
-    _, parts, _, _ = spec.pipelining_fn(
-        model,
-        device=torch.device("cpu"),
-        model_config=spec.model,
-        parallelize_fn=spec.parallelize_fn,
-        loss_fn=config.loss.build(compile_config=config.compile),
-        **common,
-    )
-    return parts

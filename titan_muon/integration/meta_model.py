@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["fake_ranks", "meta_model", "tie"]
+from titan_muon.integration.toml_place import ConfigError
+
+__all__ = ["fake_ranks", "meta_model", "meta_parts"]
 
 
 @contextmanager
@@ -35,39 +37,71 @@ def fake_ranks(world_size: int, rank: int = 0) -> Generator[None]:
 
 
 def meta_model(config: Any, world_size: int) -> nn.Module:
-    """Build a model on the meta device and lay it out as the Trainer does.
+    """Build a model as :func:`meta_parts` does, without pipeline parallelism.
 
     Args:
-        config: ``Trainer.Config``. Not modified. Without pipeline parallelism.
+        config: ``Trainer.Config``. Not modified.
         world_size: Number of ranks, inside :func:`fake_ranks`.
-
-    Returns:
-        The model; its parameters are DTensors with the placements of the real run.
     """
-    from torchtitan.distributed import utils as dist_utils
-    from torchtitan.distributed.parallel_dims import ParallelDims
-    from torchtitan.tools import utils
-
-    config = copy.deepcopy(config)
-    dims = ParallelDims.from_config(config.parallelism, world_size)
-    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-    config.model_spec.model.update_from_config(config=config)
-    with torch.device("meta"), utils.set_default_dtype(torch.float32):
-        model = config.model_spec.model.build()
-    model = config.model_spec.parallelize_fn(
-        model,
-        parallel_dims=dims,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        ac_config=config.activation_checkpoint,
-        dump_folder=config.dump_folder,
-    )
-    tie(model)
+    (model,) = meta_parts(copy.deepcopy(config), world_size)
     return model
 
 
-def tie(model: Any) -> None:
+def meta_parts(config: Any, world_size: int, *, first: bool = True) -> list[nn.Module]:
+    """Do what the Trainer does between its process groups and its weights, on the meta device.
+
+    Args:
+        config: ``Trainer.Config``. Its model's config is completed.
+        world_size: Number of ranks, inside :func:`fake_ranks`.
+        first: False where the model's config is complete already.
+
+    Returns:
+        This rank's model parts; their parameters are DTensors with the placements of the real run.
+
+    Raises:
+        ConfigError: Pipeline parallelism of a model that has none.
+    """
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.config.override import apply_overrides
+    from torchtitan.distributed import ParallelDims, utils
+    from torchtitan.tools.utils import set_default_dtype
+
+    dims = ParallelDims.from_config(config.parallelism, world_size)
+    dims.build_mesh()
+    utils.set_spmd_backend(config.parallelism.spmd_backend)
+    spec: Any = config.model_spec
+    if first:
+        spec.model.update_from_config(config=config)
+        if config.override.imports:
+            apply_overrides(config.override, config)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        model = spec.model.build()
+    common: dict[str, Any] = {
+        "parallel_dims": dims,
+        "training": config.training,
+        "parallelism": config.parallelism,
+        "compile_config": config.compile,
+        "ac_config": None,
+        "dump_folder": config.dump_folder,
+    }
+    if not dims.pp_enabled:
+        model = spec.parallelize_fn(model, **common)
+        _tie(model)
+        return [model]
+    if not spec.pipelining_fn:
+        raise ConfigError(f"{spec.name} has no pipeline parallelism; leave its degree at 1.")
+    _, parts, _, _ = spec.pipelining_fn(
+        model,
+        device=torch.device("cpu"),
+        model_config=spec.model,
+        parallelize_fn=spec.parallelize_fn,
+        loss_fn=config.loss.build(compile_config=config.compile),
+        **common,
+    )
+    return parts
+
+
+def _tie(model: Any) -> None:
     """Tie embeddings and output head as torchtitan's init_states does; sharding unties them.
 
     Args:
