@@ -1,6 +1,7 @@
 """The Triton operations on pieces equal their torch definition, run by Triton's interpreter."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -210,3 +211,58 @@ def test_triton_kernels_equal_reference_in_the_interpreter():
         check=False,
     )
     assert result.stdout.strip() == "equal", result.stderr[-2000:]
+
+
+POINTERS = {"tensors": "*i64", "grads": "*i64", "momenta": "*i64", "weights": "*i64"}
+ALIKE = {"like": "*fp32", "grad_like": "*fp32", "momentum_like": "*fp32", "flat": "*fp16"}
+TABLES = {"tiles": "*i32", "segments": "*i64", "factors": "*fp32", "partial": "*fp32"}
+NUMBERS = {"momentum": "fp32", "sign": "fp32", "lr": "fp32", "weight_decay": "fp32"}
+FLAGS = {"NESTEROV": True, "ADVANCE": True, "SCALED": True, "TO_FLAT": True}
+
+
+def global_accesses(kernel, **changes) -> list[str]:
+    """Compile for an H100, no GPU needed, and return the loads and stores of global memory."""
+    triton = pytest.importorskip("triton", reason="the kernels need triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    types = {**POINTERS, **ALIKE, **TABLES, **NUMBERS}
+    types.update({k: v for k, v in changes.items() if k in types})
+    tile = {"COLUMNS": 1024, "ROWS": 2, "ALIGNED": True}
+    constants = {**dict.fromkeys(names, False), **FLAGS, **tile, "keep": None, **changes}
+    aligned = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=kernel,
+        signature={n: types.get(n, "constexpr") for n in names},
+        constexprs={(i,): constants[n] for i, n in enumerate(names) if n not in types},
+        attrs={(i,): aligned for i, n in enumerate(names) if types.get(n, "").startswith("*")},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return re.findall(r"(?:ld|st)\.global\S*", compiled.asm["ptx"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("_advance_kernel", {}),
+        ("_emit_kernel", {}),
+        ("_emit_kernel", {"momentum_like": "*bf16"}),
+        ("_copy_kernel", {"like": "*fp16"}),
+        ("_copy_kernel", {"like": "*fp16", "TO_FLAT": False}),
+        ("_statistics_kernel", {}),
+        ("_write_kernel", {}),
+        ("_write_kernel", {"like": "*bf16"}),
+    ],
+)
+def test_aligned_tiles_are_loaded_and_stored_in_vectors(name, changes):
+    """A mask or an address whose alignment is lost makes a kernel up to four times slower."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from titan_muon.kernels import triton_pieces
+
+    found = global_accesses(getattr(triton_pieces, name), **changes)
+    # Each thread has 16 elements of each tensor; the table's entries are numbers of their own.
+    assert [a for a in found if ".b16" in a] == []
+    assert sum(".b32" in a and ".v" not in a for a in found) <= 6, found
+    assert sum(".v4.b32" in a for a in found) >= 4, found

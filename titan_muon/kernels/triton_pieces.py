@@ -40,13 +40,16 @@ def _tile(tiles, segments, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: t
     first_row, first_column = tl.load(entry + 1), tl.load(entry + 2)
     row = first_row + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
+    width = tl.load(segment + 2)
     tensor_rows = tl.load(segment + 3) + row * tl.load(segment + 4)
     flat_rows = tl.load(segment + 5) + row * tl.load(segment + 6)
     if ALIGNED:
         tensor_rows = tl.multiple_of(tensor_rows, [8])
         flat_rows = tl.multiple_of(flat_rows, [8])
         column = tl.max_contiguous(tl.multiple_of(column, [8]), [COLUMNS])
-    inside = (row < tl.load(segment + 1))[:, None] & (column < tl.load(segment + 2))[None, :]
+        # Else every element would have a mask of its own, and would be loaded on its own.
+        width = tl.multiple_of(width, 8)
+    inside = (row < tl.load(segment + 1))[:, None] & (column < width)[None, :]
     return (
         tl.load(segment),
         tl.load(segment + 7),
@@ -59,10 +62,9 @@ def _tile(tiles, segments, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: t
 
 @triton.jit
 def _pointer(pointers, index, like, ALIGNED: tl.constexpr):
-    address = tl.load(pointers + index)
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(like.dtype)
+    pointer = tl.load(pointers + index).to(like.dtype)
+    # The compiler forgets what it knows of an integer that becomes a pointer.
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @triton.jit
