@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.helpers.thread_ranks import deviation, like, shard
 from titan_muon import Muon
 from titan_muon.distributed.costs import plan_costs
+from titan_muon.kernels import pieces_reference
 from titan_muon.optim import matrix_work
 from titan_muon.optim.matrix_work import MatrixWork
 
@@ -133,6 +134,10 @@ def _optimizer(params: list[nn.Parameter], case) -> Muon:
 
 
 def _draws(case, seed: int) -> list[Tensor]:
+    return _random(case, seed)
+
+
+def _random(case, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape, _, _ in case[1]]
 
@@ -167,7 +172,13 @@ def _params(optimizer: Muon) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def check(case) -> None:
+def check(case, rounding: float = 0.0) -> None:
+    """Compare all ranks with one process.
+
+    Args:
+        case: Mesh, parameters, algorithm, options.
+        rounding: Deviation that is no fault.
+    """
     reference = _optimizer([nn.Parameter(w) for w in _draws(case, 0)], case)
     optimizers, works = _all_ranks(case)
     for step in range(STEPS):
@@ -179,7 +190,7 @@ def check(case) -> None:
         step_all(works)
     # Bit for bit, but for the sums of match_param_rms, which add shard by shard: then a weight may
     # be off by its last bit, which is up to 1e-4 of a movement.
-    tolerance = 0.0 if case[3]["adjust_lr_fn"] == "original" else 2e-4
+    tolerance = rounding if case[3]["adjust_lr_fn"] == "original" else max(rounding, 2e-4)
     for optimizer in optimizers:
         for param, want, start in zip(
             _params(optimizer), _params(reference), _draws(case, 0), strict=True
@@ -201,6 +212,28 @@ def check(case) -> None:
 @given(_cases())
 def test_any_layout_equals_unsharded(case):
     check(case)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(_cases())
+def test_any_layout_with_norms_summed_from_shards(case):
+    # As on a GPU: the norm at which an iteration starts is the root of sums of the ranks' squares,
+    # off by a few last bits. Tiny matrices magnify that, as the iteration starts far from 1.
+    with mock.patch.object(pieces_reference, "FUSES_NORM", True):
+        check(case, rounding=2e-4)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_shards_of_different_scale_keep_their_precision(fuses):
+    # A float16 parcel is scaled for itself, and brought back on arrival; its rounding is 5e-4.
+    spec = ([8, 12], (Shard(0),), {"flatten": False, "split": None})
+    case = ([4], [spec], "muon", {"wire_dtype": "float16", "lr": 0.05, "adjust_lr_fn": "original"})
+    scales = torch.logspace(-9, 6, 8).view(8, 1)
+    with (
+        mock.patch.object(pieces_reference, "FUSES_NORM", fuses),
+        mock.patch(f"{__name__}._draws", lambda c, s: [_random(c, s)[0] * scales]),
+    ):
+        check(case, rounding=2e-3)
 
 
 def test_rank_without_a_column_keeps_the_row_buffer():

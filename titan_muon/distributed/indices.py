@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titan_muon.distributed.tables import BatchTables, StageTables
-from titan_muon.distributed.wire import FIELDS
+from titan_muon.distributed.wire import FIELDS_BACK, FIELDS_THERE
 
 __all__ = ["BatchIndex", "StageIndex"]
 
@@ -26,9 +26,10 @@ class StageIndex:
     """
 
     def __init__(self, tables: StageTables, device: torch.device) -> None:
-        fields = torch.arange(FIELDS)
+        counts = (FIELDS_THERE, FIELDS_THERE, FIELDS_BACK, FIELDS_BACK)
         self.sent, self.received, self.returned, self.landed = (
-            (_index(starts).view(-1, 1) + fields).to(device) for starts in tables.headers
+            (_index(starts).view(-1, 1) + torch.arange(count)).to(device)
+            for starts, count in zip(tables.headers, counts, strict=True)
         )
         self.pieces = _index(tables.send_pieces).to(device)
         self.batches = [BatchIndex(batch, device) for batch in tables.batches]

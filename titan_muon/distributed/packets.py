@@ -5,7 +5,8 @@ A packet is what one rank sends to another in one stage and direction: parcels o
 by unit, then by channel. A parcel is what the sender holds of one matrix in one channel, its
 rectangles packed row by row, at a multiple of 32 bytes, after a header of float32 numbers: the
 exponent of the body's scale; 1 if there was a gradient; on the way there the sum of squares of the
-weights, on the way back the scale of the update; nothing.
+weights, the largest magnitude and the sum of squares of the direction, on the way back the scale of
+the update; nothing.
 """
 
 from collections.abc import Iterator, Sequence

@@ -8,12 +8,23 @@ Powers of two round nothing, so the scaling itself is exact.
 import torch
 from torch import Tensor
 
-__all__ = ["FIELDS", "exponents", "power_of_two", "read_headers", "write_headers"]
+__all__ = [
+    "FIELDS_BACK",
+    "FIELDS_THERE",
+    "exponents",
+    "power_of_two",
+    "read_headers",
+    "write_headers",
+]
 
 # float16 reaches 2**15; one power less leaves room for rounding.
 _TOP = 14
 _LOWEST, _HIGHEST = -100, 126
-FIELDS = 3
+# Exponent, flag, sum of squares of the weights, and of the direction largest magnitude and sum of
+# squares.
+FIELDS_THERE = 5
+# Exponent, flag, scale of the update.
+FIELDS_BACK = 3
 
 
 def write_headers(packets: Tensor, index: Tensor, headers: Tensor) -> None:
@@ -22,13 +33,13 @@ def write_headers(packets: Tensor, index: Tensor, headers: Tensor) -> None:
     Args:
         packets: All packets of one end, uint8; modified.
         index: (P, fields) int64, float32 elements of each header.
-        headers: (P, fields) float32: exponent, flag, and sum of squares or scale.
+        headers: (P, fields) float32, as ``FIELDS_THERE`` or ``FIELDS_BACK`` has them.
     """
     packets.view(torch.float32)[index] = headers
 
 
 def read_headers(packets: Tensor, index: Tensor) -> Tensor:
-    """Return (P, fields) float32: exponents, flags, and sums of squares or scales."""
+    """Return (P, fields) float32, as ``FIELDS_THERE`` or ``FIELDS_BACK`` has them."""
     return packets.view(torch.float32)[index]
 
 

@@ -11,7 +11,7 @@ from titan_muon.distributed.plan import Unit
 from titan_muon.distributed.tables import BatchTables
 from titan_muon.distributed.wire import exponents, power_of_two, write_headers
 from titan_muon.optim.kinds import Kind
-from titan_muon.optim.matrix_math import stack_dtype, start_of
+from titan_muon.optim.matrix_math import inverse_norms, stack_dtype, start_of
 from titan_muon.optim.step_shards import StepShards
 
 __all__ = ["Batch", "assemble", "cut", "pack_back", "write_own"]
@@ -48,11 +48,7 @@ def cut(
 ) -> Batch:
     """Fill a batch from this rank's own shards."""
     ops, device = kind.ops, shards.sent.device
-    dtype = kind.state_dtype
-    normalized = ops.FUSES_NORM and not kind.algorithm.reads_directions
-    if normalized:
-        dtype = stack_dtype(kind.group, device, dtype)
-    stack = torch.empty(_shape(units), dtype=dtype, device=device)
+    stack, normalized = _empty_stack(units, kind, kind.state_dtype, device)
     ops.emit(
         shards.gradients.grads,
         shards.gradients.momenta,
@@ -78,24 +74,34 @@ def assemble(
     packets: Tensor,
     headers: Tensor,
 ) -> Batch:
-    """Fill a batch from parcels, each matrix at the scale of its largest parcel.
+    """Fill a batch from parcels: with the norm at which the iteration starts, or at one scale.
 
     Args:
         tables, index, units, kind: What the batch consists of.
         packets: Bytes that arrived.
         headers: (parcels, fields), their headers.
     """
-    stack = torch.empty(_shape(units), dtype=kind.dtype(0), device=packets.device)
-    factors = _relative_scales(headers, index) if stack.dtype.itemsize <= 2 else None
-    kind.ops.copy_to_tensors(packets.view(stack.dtype), [stack], tables.inward[0], factors)
+    wire = kind.dtype(0)
+    stack, normalized = _empty_stack(units, kind, wire, packets.device)
+    by_matrix = headers[index.padded].where(index.there.unsqueeze(-1), 0.0)
+    factors = None
+    if normalized:
+        largest, square_sums = by_matrix[..., 3].amax(dim=1), by_matrix[..., 4].sum(dim=1)
+        inverse = inverse_norms(largest, square_sums, stack[0].numel())
+        factors = torch.ones_like(headers[:, 0])
+        factors[index.parcels] = (inverse * start_of(stack, kind.group))[index.positions]
+        if wire.itemsize <= 2:
+            factors = factors * power_of_two(headers[:, 0])
+    elif wire.itemsize <= 2:
+        factors = _relative_scales(headers, index)
+    kind.ops.copy_to_tensors(packets.view(wire), [stack], tables.inward[0], factors)
     buffers = {}
     for channel, spec in enumerate(kind.channels[1:], start=1):
         value = _empty_buffer(units, kind, channel, packets.device)
         kind.ops.copy_to_tensors(packets.view(value.dtype), [value], tables.inward[channel])
         buffers[spec.name] = value
-    by_matrix = headers[index.padded].where(index.there.unsqueeze(-1), 0.0)
     flags, squares = by_matrix[..., 1].amax(dim=1), by_matrix[..., 2].sum(dim=1)
-    return Batch(tables, index, kind, stack, False, buffers, squares, flags)
+    return Batch(tables, index, kind, stack, normalized, buffers, squares, flags)
 
 
 def write_own(batch: Batch, shards: StepShards) -> None:
@@ -151,6 +157,22 @@ def _relative_scales(headers: Tensor, index: BatchIndex) -> Tensor:
     factors = torch.ones_like(sent)
     factors[index.parcels] = power_of_two(sent[index.parcels] - largest[index.positions])
     return factors
+
+
+def _empty_stack(
+    units: Sequence[Unit], kind: Kind, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, bool]:
+    """Return an empty stack, and whether its directions are normalized as they are written to it.
+
+    Args:
+        units, kind: What it is for.
+        dtype: Of the directions; they become the iteration's where they are normalized.
+        device: Where.
+    """
+    normalized = kind.ops.FUSES_NORM and not kind.algorithm.reads_directions
+    if normalized:
+        dtype = stack_dtype(kind.group, device, dtype)
+    return torch.empty(_shape(units), dtype=dtype, device=device), normalized
 
 
 def _shape(units: Sequence[Unit]) -> tuple[int, int, int]:

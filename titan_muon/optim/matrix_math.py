@@ -73,14 +73,14 @@ def stack_dtype(
     return resolve_dtype(group["ns_dtype"], device, input_dtype)
 
 
-def inverse_norms(largest: Tensor, square_sums: Tensor, elements: Tensor) -> Tensor:
+def inverse_norms(largest: Tensor, square_sums: Tensor, elements: Tensor | int) -> Tensor:
     """Return 1 / norm of matrices, norms as ``bounded_norms`` has them; a zero matrix stays zero.
 
     Args:
         largest, square_sums: Largest magnitude and sum of squares of each matrix.
         elements: Number of elements of each.
     """
-    norms = bounded_norms(square_sums.sqrt(), largest, elements.sqrt())
+    norms = bounded_norms(square_sums.sqrt(), largest, elements**0.5)
     # A NaN or inf in the matrix stays one.
     norms = torch.where(largest.isfinite(), norms, square_sums)
     # The reciprocal is multiplied by the norm at which an iteration starts, at most 32, and 0 by

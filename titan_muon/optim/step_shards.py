@@ -68,7 +68,8 @@ class StepShards:
         flags = self.gradients.flags(device)[own_params]
         if take is not None:
             flags = flags * take
-        self.headers = torch.stack([self.sent, flags, self.squares], dim=1).float()
+        header = [self.sent, flags, self.squares, statistics[:, 0], statistics[:, 1]]
+        self.headers = torch.stack(header, dim=1).float()
         self.flags = None if self.gradients.all_present and take is None else flags
 
     def restore(self) -> None:
