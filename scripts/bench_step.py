@@ -1,6 +1,6 @@
 """Time of a whole ``optimizer.step()``, one table per workload, peers in the same process.
 
-    python scripts/bench_step.py [--quick] [--workloads llama8b_x4 ...] [--steps 12]
+    python scripts/bench_step.py [--quick] [--no-peers] [--workloads llama8b_x4 ...] [--steps 12]
 
 Parameters and gradients are float32. ``device ms`` is the median between two device events, the
 competitors taking turns; ``host ms`` is the time to enqueue one step; ``memory`` is what a step
@@ -12,7 +12,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -38,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--state-dtypes", nargs="+", default=(), help="Muon and AdamW with these too, such as int8"
     )
+    parser.add_argument(
+        "--no-peers", action="store_true", help="leave out what is installed beside torch"
+    )
     options = parser.parse_args(arguments)
+    found = competitors(options.state_dtypes, peers=not options.no_peers)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = options.workloads or (["llama8b_x4", "sq1024_x48"] if options.quick else WORKLOADS)
     print(heading(device))
@@ -47,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if device.type == "cpu":
             shapes = [(*s[:-2], s[-2] // 16, s[-1] // 16) for s in shapes]
         steps = 3 if options.quick else options.steps
-        print(table(name, shapes, device, steps, options.state_dtypes))
+        print(table(name, shapes, device, steps, found))
 
 
-def competitors(state_dtypes: Sequence[str] = ()) -> dict[str, Factory]:
+def competitors(state_dtypes: Sequence[str] = (), *, peers: bool = True) -> dict[str, Factory]:
     """Return every optimizer that can be imported; titan-muon first, also with other state."""
 
     def with_state(state_dtype: str, algorithm: str) -> Factory:
@@ -70,6 +74,11 @@ def competitors(state_dtypes: Sequence[str] = ()) -> dict[str, Factory]:
     }
     if hasattr(torch.optim, "Muon"):
         found["torch Muon (2-D only)"] = lambda p: torch.optim.Muon(p, lr=1e-3)
+    return found | _peers() if peers else found
+
+
+def _peers() -> dict[str, Factory]:
+    found: dict[str, Factory] = {}
     if find_spec("muonium"):
         import muonium
 
@@ -92,11 +101,11 @@ def table(
     shapes: list[tuple[int, ...]],
     device: torch.device,
     steps: int,
-    state_dtypes: Sequence[str] = (),
+    factories: Mapping[str, Factory],
 ) -> str:
     """Run all competitors on one workload, in turns, and return the table."""
     runs, failures = {}, []
-    for label, factory in competitors(state_dtypes).items():
+    for label, factory in factories.items():
         try:
             runs[label] = Run(factory, shapes, device)
         except Exception as error:  # noqa: BLE001 - a peer may fail in any way; say so and go on
