@@ -36,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS))
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each competitor")
     parser.add_argument(
-        "--state-dtypes", nargs="+", default=(), help="Muon and AdamW with these too, such as int8"
+        "--state-dtypes",
+        nargs="+",
+        choices=("bfloat16", "int8", "float8", "int4"),
+        default=(),
+        help="Muon and AdamW with these too",
     )
     parser.add_argument(
         "--no-peers", action="store_true", help="leave out what is installed beside torch"

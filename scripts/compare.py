@@ -15,9 +15,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 
 from compare_report import write_report
@@ -155,12 +155,7 @@ def read_result(run: Run, folder: Path, *, diverged: bool) -> Result:
             values[tag] = {event.step: event.value for event in events.Scalars(tag)}
     losses = values.get("loss_metrics/global_avg_loss", {})
     steps = sorted(losses)
-    seconds, total = [], 0.0
-    # torchtitan divides the time since the last log by log_freq, also at the first step.
-    log_freq = steps[2] - steps[1] if len(steps) > 2 else max(steps, default=1)
-    for step in steps:
-        total += values["time_metrics/end_to_end(s)"][step] * log_freq
-        seconds.append(total)
+    times = values.get("time_metrics/end_to_end(s)", {})
     tokens = values.get("n_tokens_seen", {})
     return Result(
         run.optimizer,
@@ -169,11 +164,26 @@ def read_result(run: Run, folder: Path, *, diverged: bool) -> Result:
         list(run.command),
         steps,
         [tokens[step] for step in steps],
-        seconds,
+        elapsed(steps, times),
         [losses[step] for step in steps],
         values.get("validation_metrics/loss", {}),
         diverged,
     )
+
+
+def elapsed(steps: Sequence[int], times: Mapping[int, float]) -> list[float]:
+    """Return the seconds of training up to each logged step.
+
+    Args:
+        steps: Logged steps, ascending.
+        times: What torchtitan logs there: seconds since the last log, divided by its log_freq. The
+            first log is that of step 1, which compiles; it counts like the steps after it.
+    """
+    log_freq = steps[2] - steps[1] if len(steps) > 2 else max(steps, default=1)
+    since = [times[step] * log_freq for step in steps]
+    if len(steps) > 1:
+        since[0] = min(since[0], since[1] / (steps[1] - steps[0]) * steps[0])
+    return list(accumulate(since))
 
 
 def train_all(runs: Sequence[Run], folder: Path, steps: int | None) -> Iterator[Result]:

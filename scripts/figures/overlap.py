@@ -33,7 +33,9 @@ def main(trace: str, output: str) -> None:
         for e in events
         if e.get("cat") == "kernel" and "AllReduce" not in e["name"]
     ]
-    start = min(ts for ts, _, kind in kernels if kind == 3)
+    # The profiler's own start holds up whatever comes before.
+    start = min(e["ts"] for e in events if e["name"] == "_advance_kernel")
+    kernels = [kernel for kernel in kernels if kernel[0] >= start]
     figure, axes = plt.subplots(figsize=(10, 2.2))
     for ts, duration, kind in kernels:
         _, line, _, color = KINDS[kind]
