@@ -27,7 +27,7 @@ HOSTS = {"integration", "train", "cli"}
 RESERVED = {
     "torchtitan": HOSTS,
     "tyro": HOSTS,
-    "tomli": HOSTS,
+    "tomllib": HOSTS,
     "triton": {"kernels"},
     "torchao": {"optim", "integration"},
 }

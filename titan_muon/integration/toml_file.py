@@ -1,5 +1,6 @@
 """Reading a TOML file."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,9 @@ def read_toml(file: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: The file is missing, unreadable or not valid TOML.
     """
-    import tomli
-
     try:
-        return tomli.loads(_read_text(file))
-    except tomli.TOMLDecodeError as error:
+        return tomllib.loads(_read_text(file))
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}.") from None
 
 
