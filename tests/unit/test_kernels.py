@@ -177,7 +177,37 @@ def test_tuned_shapes_are_kept_on_disk(monkeypatch, tmp_path):
     tuned(1000)
     assert len(timed) == 2 * len(CANDIDATES)
     assert len(json.loads(tuning.cache_file().read_text())) == 1
+    # Other users of a shared folder read it too, and no other file is left there.
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert tuning.cache_file().stat().st_mode == plain.stat().st_mode
+    plain.unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["launch_shapes.json"]
+    # An entry is an index into these candidates.
+    monkeypatch.setattr(tuning, "CANDIDATES", CANDIDATES[::-1])
+    tuned(1000)
+    assert len(timed) == 3 * len(CANDIDATES)
     tuning.tuned_configuration.cache_clear()
+
+
+def test_a_user_without_home_keeps_no_tuned_shapes(monkeypatch, tmp_path):
+    pytest.importorskip("triton", reason="the key names its version")
+
+    def unknown(_):
+        raise KeyError("getpwuid(): uid not found")
+
+    for variable in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TITAN_MUON_CACHE_DIR", "")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "_time", lambda *_: 1.0)
+    monkeypatch.chdir(tmp_path)
+    tuning.tuned_configuration.cache_clear()
+    assert tuning.tuned_configuration(1000, 4096, 2, torch.float16, CUDA) == CANDIDATES[0]
+    tuning.tuned_configuration.cache_clear()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch, tmp_path):

@@ -6,6 +6,8 @@ A handful of shapes is timed once per GPU model, dtype and size; the winner is k
 import json
 import os
 import tempfile
+import zlib
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -34,25 +36,30 @@ def tuned_configuration(
         dtype: Dtype of the operands.
         device: CUDA device.
     """
-    key = _key(rows, depth, dtype, device)
-    entries = _read(cache_file())
-    found = _candidate(entries.get(key))
+    key, file = _key(rows, depth, dtype, device), cache_file()
+    found = _candidate(_read(file).get(key))
     if found is not None:
         return found
     if torch.cuda.is_current_stream_capturing():
         return pointer_configuration(rows, torch.cuda.get_device_capability(device))
     times = [_time(shape, rows, depth, batch, dtype, device) for shape in CANDIDATES]
     best = times.index(min(times))
-    _write(cache_file(), key, best)
+    _write(file, key, best)
     return CANDIDATES[best]
 
 
-def cache_file() -> Path:
-    """Return where winners are kept: ``$TITAN_MUON_CACHE_DIR``, or the user's cache folder."""
+def cache_file() -> Path | None:
+    """Return where winners are kept, None where there is no such place.
+
+    In ``$TITAN_MUON_CACHE_DIR`` or the user's cache folder; a container may run as a user who has
+    neither a name nor a home.
+    """
     folder = os.environ.get("TITAN_MUON_CACHE_DIR")
-    if folder is None:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(root) / "titan_muon" / "launch_shapes.json"
+    if not folder:
+        root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if not os.path.isabs(root):
+            return None
+        folder = os.path.join(root, "titan_muon")
     return Path(folder) / "launch_shapes.json"
 
 
@@ -61,8 +68,9 @@ def _key(rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> str
 
     side, length = (1 << max(0, size - 1).bit_length() for size in (rows, depth))
     name = torch.cuda.get_device_name(device)
-    # The list of candidates is part of the key, since an entry is an index into it.
-    return f"{name}|triton {triton.__version__}|{dtype}|{side}x{length}|{len(CANDIDATES)}"
+    # An entry is an index into the candidates, and means nothing among others.
+    candidates = f"{zlib.crc32(repr(CANDIDATES).encode()):08x}"
+    return f"{name}|triton {triton.__version__}|{dtype}|{side}x{length}|{candidates}"
 
 
 def _candidate(index: object) -> Configuration | None:
@@ -71,27 +79,28 @@ def _candidate(index: object) -> Configuration | None:
     return None
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path | None) -> dict[str, object]:
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # No file yet, or one that was cut short: time again.
+        return {}  # No file yet, or a damaged one: time again.
     return entries if isinstance(entries, dict) else {}
 
 
-def _write(path: Path, key: str, index: int) -> None:
+def _write(path: Path | None, key: str, index: int) -> None:
+    """Add an entry; where nothing can be written, later runs time again."""
+    if path is None:
+        return
     # Ranks of one host write at the same time: each replaces the file whole. The one that loses
     # its entry times again in a later run.
     entries = {**_read(path), key: index}
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, suffix=".json", delete=False
-        ) as file:
-            json.dump(entries, file)
-        os.replace(file.name, path)
-    except OSError:
-        return  # A read-only home only costs the timing again.
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            # With the rights of any new file, for the other users of a shared folder.
+            new = Path(folder) / path.name
+            new.write_text(json.dumps(entries), encoding="utf-8")
+            os.replace(new, path)
 
 
 def _time(
