@@ -65,6 +65,24 @@ def test_same_bits_run_to_run():
         assert torch.equal(a, b)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_steps_on_a_gpu_that_is_not_the_current_one():
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        params = _weights(device)
+        groups = [
+            {"params": params[::2], "algorithm": "normuon", "cautious_weight_decay": True},
+            {"params": params[1::2], "algorithm": "muon", "nonfinite": "skip"},
+        ]
+        optimizer = Muon(groups, lr=0.02, weight_decay=0.1)
+        assert torch.cuda.current_device() == 0
+        for seed in range(3):
+            _step(optimizer, params, seed)
+        results.append([p.detach().cpu() for p in params])
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
 def test_captured_step_follows_the_lr_tensor():
     def run(captured):
         params = _weights("cuda")

@@ -4,10 +4,11 @@ The iterations are written once against :class:`Operations`; this module decides
 stand behind it.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -143,3 +144,17 @@ def device_fault(device: torch.device) -> str | None:
     if capability < (8, 0):
         return f"the Triton kernels need compute capability 8.0, and this GPU has {capability}"
     return None
+
+
+_HERE = nullcontext()
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Make a tensor's GPU the current one: Triton launches there, wherever its arguments are.
+
+    Args:
+        x: Any tensor; one on a CPU changes nothing.
+    """
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device_of(x)

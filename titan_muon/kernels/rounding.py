@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titan_muon.kernels.dispatch import device_fault
+from titan_muon.kernels.dispatch import device_fault, on_device_of
 
 __all__ = ["mixed", "round_reference", "round_to_bfloat16"]
 
@@ -38,7 +38,8 @@ def round_to_bfloat16(
     if values.is_cuda and device_fault(values.device) is None:
         from titan_muon.kernels import triton_rounding
 
-        triton_rounding.round_to_bfloat16(values, out, rows, columns, start)
+        with on_device_of(values):
+            triton_rounding.round_to_bfloat16(values, out, rows, columns, start)
     else:
         round_reference(values, out, rows, columns, start)
 

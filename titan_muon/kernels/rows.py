@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titan_muon.kernels.dispatch import device_fault
+from titan_muon.kernels.dispatch import device_fault, on_device_of
 
 __all__ = ["row_mean_squares", "scale_rows_"]
 
@@ -36,6 +36,7 @@ def scale_rows_(x: Tensor, factors: Tensor) -> Tensor:
     if narrow and x.is_cuda and x.is_contiguous() and device_fault(x.device) is None:
         from titan_muon.kernels import triton_rows
 
-        triton_rows.scale_rows_(x, factors)
+        with on_device_of(x):
+            triton_rows.scale_rows_(x, factors)
         return x
     return x.copy_(x * factors)

@@ -19,6 +19,7 @@ from titan_muon.kernels.configurations import (
     known_configuration,
     pointer_configuration,
 )
+from titan_muon.kernels.dispatch import on_device_of
 
 
 def gram(
@@ -87,12 +88,10 @@ def product(
     if out.stride(2) != 1:
         # Dense columns: the transposed product, x.mT @ a.mT, has dense rows.
         target, left, right, addend = out.mT, x.mT, a.mT, x.mT
-    shape = HOPPER_LARGE
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            triton_hopper.launch(left, right, addend, alpha, beta, target, shape, symmetric=False)
-    else:
-        triton_hopper.launch(left, right, addend, alpha, beta, target, shape, symmetric=False)
+    with on_device_of(x):
+        triton_hopper.launch(
+            left, right, addend, alpha, beta, target, HOPPER_LARGE, symmetric=False
+        )
     return out
 
 
@@ -119,10 +118,7 @@ def divide(x: Tensor, divisor: Tensor, *, out: Tensor) -> Tensor:
         return reference.divide(x, divisor, out=out)
     from titan_muon.kernels import triton_divide
 
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            triton_divide.launch(x, divisor, out)
-    else:
+    with on_device_of(x):
         triton_divide.launch(x, divisor, out)
     return out
 
@@ -141,11 +137,8 @@ def _multiply(
     if a.shape[1] == 1:
         # Triton 3.6 fails to compile a kernel whose every size and stride is 1.
         return reference.symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out)
-    shape = configuration or _configuration(a, b, c, out)
-    if a.is_cuda and a.device.index != torch.cuda.current_device():
-        with torch.cuda.device(a.device):
-            return _launch(a, b, c, alpha, beta, out, shape)
-    return _launch(a, b, c, alpha, beta, out, shape)
+    with on_device_of(a):
+        return _launch(a, b, c, alpha, beta, out, configuration or _configuration(a, b, c, out))
 
 
 def _launch(
@@ -233,7 +226,8 @@ def _try_hopper(device: torch.device) -> str | None:
 
         x = torch.ones(1, 128, 64, dtype=torch.float16, device=device)
         out = x.new_empty(1, 128, 128)
-        triton_hopper.launch(x, x.mT, None, 1.0, 0.0, out, HOPPER_SMALL)
+        with on_device_of(x):
+            triton_hopper.launch(x, x.mT, None, 1.0, 0.0, out, HOPPER_SMALL)
         return None if bool((out == 64).all()) else "a test product came out wrong"
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_muon.kernels.dispatch import on_device_of
 from titan_muon.kernels.pieces import TILE, PieceTable, TensorList, TileClass
 
 # Runs only where some ranks lack a gradient.
@@ -202,22 +203,25 @@ def emit(
     """See ``pieces_reference.emit``; all gradients of one dtype, all momenta of one dtype."""
     on = table.on(flat.device)
     g, m = _pointers(grads, table), _pointers(momenta, table)
-    for tiles in on.classes:
-        _emit_kernel[(len(tiles.tiles),)](
-            g.table, m.table, g.like, m.like, flat, factors, tiles.tiles, on.segments,
-            momentum, sign, NESTEROV=nesterov, SCALED=factors is not None, **_shape(tiles, g, m),
-        )  # fmt: skip
+    with on_device_of(flat):
+        for tiles in on.classes:
+            _emit_kernel[(len(tiles.tiles),)](
+                g.table, m.table, g.like, m.like, flat, factors, tiles.tiles, on.segments,
+                momentum, sign,
+                NESTEROV=nesterov, SCALED=factors is not None, **_shape(tiles, g, m),
+            )  # fmt: skip
 
 
 def statistics(tensors: Sequence[Tensor], table: PieceTable) -> Tensor:
     """See ``pieces_reference.statistics``; all tensors of one dtype."""
     device = tensors[table.tensors[0]].device
     on, partial, x = table.on(device), _partials(table, device), _pointers(tensors, table)
-    for tiles in on.classes:
-        _statistics_kernel[(len(tiles.tiles),)](
-            x.table, x.like, partial, tiles.tiles, on.segments, **_shape(tiles, x)
-        )
-    return _reduce(partial, table, device)
+    with on_device_of(partial):
+        for tiles in on.classes:
+            _statistics_kernel[(len(tiles.tiles),)](
+                x.table, x.like, partial, tiles.tiles, on.segments, **_shape(tiles, x)
+            )
+        return _reduce(partial, table, device)
 
 
 def copy_to_flat(
@@ -241,12 +245,13 @@ def write(
 ) -> None:  # fmt: skip
     """See ``pieces_reference.write``; all weights of one dtype, a tensor lr on their device."""
     on, p = table.on(flat.device), _pointers(params, table)
-    for tiles in on.classes:
-        _write_kernel[(len(tiles.tiles),)](
-            p.table, p.like, flat, factors, keep, tiles.tiles, on.segments, lr, weight_decay,
-            LR_TENSOR=isinstance(lr, Tensor), CAUTIOUS=cautious, KEEP=keep is not None,
-            **_shape(tiles, p),
-        )  # fmt: skip
+    with on_device_of(flat):
+        for tiles in on.classes:
+            _write_kernel[(len(tiles.tiles),)](
+                p.table, p.like, flat, factors, keep, tiles.tiles, on.segments, lr, weight_decay,
+                LR_TENSOR=isinstance(lr, Tensor), CAUTIOUS=cautious, KEEP=keep is not None,
+                **_shape(tiles, p),
+            )  # fmt: skip
 
 
 def _advance(
@@ -256,13 +261,14 @@ def _advance(
     device = momenta[table.tensors[0]].device
     on, partial = table.on(device), _partials(table, device)
     g, m = _pointers(grads, table), _pointers(momenta, table)
-    for tiles in on.classes:
-        _advance_kernel[(len(tiles.tiles),)](
-            g.table, m.table, g.like, m.like, partial, keep, tiles.tiles, on.segments,
-            momentum, sign,
-            ADVANCE=advance, NESTEROV=nesterov, KEEP=keep is not None, **_shape(tiles, g, m),
-        )  # fmt: skip
-    return _reduce(partial, table, device)
+    with on_device_of(partial):
+        for tiles in on.classes:
+            _advance_kernel[(len(tiles.tiles),)](
+                g.table, m.table, g.like, m.like, partial, keep, tiles.tiles, on.segments,
+                momentum, sign,
+                ADVANCE=advance, NESTEROV=nesterov, KEEP=keep is not None, **_shape(tiles, g, m),
+            )  # fmt: skip
+        return _reduce(partial, table, device)
 
 
 def _copy(
@@ -270,11 +276,12 @@ def _copy(
     factors: Tensor | None, keep: Tensor | None, *, to_flat: bool,
 ) -> None:  # fmt: skip
     on, x = table.on(flat.device), _pointers(tensors, table)
-    for tiles in on.classes:
-        _copy_kernel[(len(tiles.tiles),)](
-            x.table, x.like, flat, factors, keep, tiles.tiles, on.segments, TO_FLAT=to_flat,
-            SCALED=factors is not None, KEEP=keep is not None, **_shape(tiles, x),
-        )  # fmt: skip
+    with on_device_of(flat):
+        for tiles in on.classes:
+            _copy_kernel[(len(tiles.tiles),)](
+                x.table, x.like, flat, factors, keep, tiles.tiles, on.segments, TO_FLAT=to_flat,
+                SCALED=factors is not None, KEEP=keep is not None, **_shape(tiles, x),
+            )  # fmt: skip
 
 
 class _Pointers:
