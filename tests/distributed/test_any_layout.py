@@ -63,8 +63,11 @@ def step_all(works: list[MatrixWork]) -> None:
     """Take one step of all ranks, part by part."""
     for work in works:
         work.begin(None)
+    first = [work.send(0) for work in works]
+    for work in works:
+        work.advance()
     for stage in works[0].stages:
-        arriving = [work.send(stage) for work in works]
+        arriving = [work.send(stage) for work in works] if stage else first
         batches = [work.receive(stage, m) for work, m in zip(works, arriving, strict=True)]
         for work, batch in zip(works, batches, strict=True):
             work.compute(batch)

@@ -222,6 +222,16 @@ class TestSchedule(ThreadRanks):
             return call
 
         last = [0]
+        momenta = [work.members[unit.param].momentum for unit in work.plan.units]
+        before = [momentum.clone() for momentum in momenta]
+        advanced: list[bool] = []
+
+        def advance(advance=work.advance):
+            advanced.extend(not m.equal(b) for m, b in zip(momenta, before, strict=True))
+            events.append(("advance", 0))
+            advance()
+
+        work.advance = advance
         work.receive = traced("arrive", work.receive, lambda s, m: last.__setitem__(0, s) or s)
         work.compute = traced("compute", work.compute, lambda b: last[0])
         work.land = traced("land", work.land, lambda m: -1 if m is None else m.stage)
@@ -233,6 +243,9 @@ class TestSchedule(ThreadRanks):
         when = {event: position for position, event in enumerate(events)}
         stages = work.plan.stages
         assert stages == 4
+        # Only the momentum of what leaves first is waited for; the rest advances meanwhile.
+        assert advanced == [unit.stage == 0 for unit in work.plan.units]
+        assert when["there", 0] < when["advance", 0] < when["arrive", 0]
         for stage in range(stages - 1):
             # Under way before this stage is computed, and no earlier than its buffers are free.
             assert when["arrive", stage] < when["there", stage + 1] < when["compute", stage]

@@ -74,12 +74,13 @@ class RankTables:
 
     Args:
         stages: One entry a stage.
-        own: By kind, every element of this rank's shards once; pieces are own pieces.
+        own: By kind, every element of this rank's shards once: first those of the parameters that
+            travel in stage 0, then all others. Pieces are own pieces.
         own_units: Unit of each own piece.
     """
 
     stages: tuple[StageTables, ...]
-    own: dict[int, PieceTable]
+    own: tuple[dict[int, PieceTable], dict[int, PieceTable]]
     own_units: tuple[int, ...]
 
 
@@ -110,12 +111,16 @@ class _Builder:
         coordinate = coordinate_of(layout, self.rank)
         return segments(layout, rule, coordinate, self.plan.units[unit].index)
 
-    def own_tables(self) -> dict[int, PieceTable]:
-        rows: dict[int, list[Row]] = {}
+    def own_tables(self) -> tuple[dict[int, PieceTable], dict[int, PieceTable]]:
+        leaving = {u.param for u in self.plan.units if u.travels and u.stage == 0}
+        rows: tuple[dict[int, list[Row]], ...] = ({}, {})
         for piece, unit in enumerate(self.own_units):
-            target = rows.setdefault(self.param(unit).kind, [])
+            is_later = self.plan.units[unit].param not in leaving
+            target = rows[is_later].setdefault(self.param(unit).kind, [])
             target += self.local_rows(unit, 0, piece, _NoFlat())
-        return {kind: PieceTable(r, len(self.own_units)) for kind, r in rows.items()}
+        count = len(self.own_units)
+        first, later = ({k: PieceTable(r, count) for k, r in part.items()} for part in rows)
+        return first, later
 
     def stage(self, number: int) -> StageTables:
         there, back = route(self.plan, self.rank, number)

@@ -104,7 +104,7 @@ class MatrixWork:
         self._shards: StepShards | None = None
 
     def begin(self, take: Tensor | None) -> None:
-        """Advance the momentum of every parameter and measure its direction.
+        """Advance the momentum of the parameters that travel in stage 0, so that they can leave.
 
         Args:
             take: 0-d, 0 for a step that must not write anything; None for 1.
@@ -114,7 +114,14 @@ class MatrixWork:
         for member in self._rounded:
             steps = member.state[STEP]
             steps.add_(1.0 if take is None else take.to(steps.device))
-        self._shards = StepShards(self.members, self._kinds, self.tables, self._own_params, take)
+        self._shards = StepShards(self.members, self._kinds, self._own_params, take)
+        if self.exchange.travels[0]:
+            self._shards.advance(self.tables.own[0])
+
+    def advance(self) -> None:
+        """Advance the momentum of all other parameters, while stage 0 travels."""
+        if self.tables.own[1] or not self.exchange.travels[0]:
+            self.shards.advance(self.tables.own[1])
 
     def send(self, stage: int) -> Message | None:
         """Pack this rank's shards of a stage and start their way to the owners.

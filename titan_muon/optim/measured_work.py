@@ -28,9 +28,14 @@ class MeasuredWork:
         self.members, self.stages = work.members, work.stages
 
     def begin(self, take: Tensor | None) -> None:
-        """Advance the momentum."""
+        """Advance the momentum of what travels first."""
         with self._watch.part("momentum"):
             self._work.begin(take)
+
+    def advance(self) -> None:
+        """Advance all other momentum."""
+        with self._watch.part("momentum"):
+            self._work.advance()
 
     def send(self, stage: int) -> Message | None:
         """Pack and start."""

@@ -111,6 +111,7 @@ class Muon(Optimizer):
         self._step_elements(take)
         for work in works:
             arriving = arriving if work is works[0] else work.send(0)
+            work.advance()
             returning = None
             for stage in work.stages:
                 batches = work.receive(stage, arriving)

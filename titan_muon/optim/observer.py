@@ -24,10 +24,13 @@ class StepParts(Protocol):
     stages: range
 
     def begin(self, take: Tensor | None) -> None:
-        """Advance the momentum; ``take`` is 0-d, 0 for a step that writes nothing, None for 1."""
+        """Advance what travels first; ``take`` is 0-d, 0 for a step that writes nothing."""
 
     def send(self, stage: int) -> "Message | None":
         """Send directions to the owners."""
+
+    def advance(self) -> None:
+        """Advance all other momentum."""
 
     def receive(self, stage: int, message: "Message | None") -> "list[Batch]":
         """Return the matrices of a stage."""
