@@ -27,7 +27,7 @@ HOSTS = {"integration", "train", "cli"}
 RESERVED = {
     "torchtitan": HOSTS,
     "tyro": HOSTS,
-    "tomllib": HOSTS,
+    "tomli": HOSTS,
     "triton": {"kernels"},
     "torchao": {"optim", "integration"},
 }

@@ -347,7 +347,7 @@ def settable(value) -> bool:
 
 
 def as_toml(value):
-    """Return what tomllib would read for a field's own value."""
+    """Return what tomli would read for a field's own value."""
     if isinstance(value, list | tuple):
         return [as_toml(item) for item in value]
     return "None" if value is None else value

@@ -68,7 +68,7 @@ def convert(value: Any, hint: Any, place: Place, key: str) -> Any:
     field is optional (TOML has no null; the command line spells it the same way).
 
     Args:
-        value: As tomllib read it.
+        value: As tomli read it.
         hint: The field's annotation, extras included.
         place: The table, for messages.
         key: The key, for messages.

@@ -1,6 +1,5 @@
 """Reading a TOML file."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,11 @@ def read_toml(file: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: The file is missing, unreadable or not valid TOML.
     """
+    import tomli
+
     try:
-        return tomllib.loads(_read_text(file))
-    except tomllib.TOMLDecodeError as error:
+        return tomli.loads(_read_text(file))
+    except tomli.TOMLDecodeError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}.") from None
 
 

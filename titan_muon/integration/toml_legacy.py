@@ -128,7 +128,7 @@ def translate(raw: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], Pla
     """Bring the keys of older files to the names torchtitan 0.3.0 has.
 
     Args:
-        raw: The file as tomllib read it. Not modified.
+        raw: The file as tomli read it. Not modified.
         place: The top level of the file; its notes get one sentence for each key that moved, and
             for each key or whole table that is gone.
 

@@ -14,7 +14,7 @@ def to_toml(table: Mapping[str, Any]) -> str:
     """Return a table as TOML text that reads back as equal.
 
     Args:
-        table: Strings, numbers, booleans, lists and tables of them, as tomllib returns them. Not
+        table: Strings, numbers, booleans, lists and tables of them, as tomli returns them. Not
             modified.
 
     Raises:
