@@ -125,9 +125,15 @@ def train(run: Run, folder: Path, on_step: Callable[[int], None]) -> Result:
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "NO_COLOR": "1"}
     diverged = False
     with (
-        open(own / "log.txt", "w") as log,
+        open(own / "log.txt", "w", encoding="utf-8") as log,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # A library may print anything.
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
         ) as process,
     ):
         for line in process.stdout or ():
@@ -139,7 +145,10 @@ def train(run: Run, folder: Path, on_step: Callable[[int], None]) -> Result:
     if process.returncode and not diverged:
         raise RuntimeError(f"{run.name} ended with code {process.returncode}; see {own}/log.txt")
     result = read_result(run, own, diverged=diverged)
-    (own / "result.json").write_text(json.dumps(asdict(result)))
+    # It appears whole or not at all: a run that has one is not repeated.
+    new = own / "result.json.new"
+    new.write_text(json.dumps(asdict(result)))
+    new.replace(own / "result.json")
     return result
 
 

@@ -24,6 +24,7 @@ for step, loss in ((1, 8.0), (5, 7.0), (10, 6.0)):
     writer.add_scalar("n_tokens_seen", 100 * step, step)
     writer.add_scalar("time_metrics/end_to_end(s)", 2.0, step)
 print("validate step: 10  loss: 6.5", flush=True)
+sys.stdout.buffer.write(b"some library says \\xff\\n")
 writer.add_scalar("validation_metrics/loss", 6.5, 10)
 writer.close()
 if end == "diverges":
@@ -85,6 +86,20 @@ def test_reads_a_run_and_does_not_repeat_it(compare, tmp_path):
     assert compare.finished(run, tmp_path) == trained
     other = compare.Run(run.optimizer, run.lr, run.seed, (*run.command, "--training.steps", "2"))
     assert compare.finished(other, tmp_path) is None
+
+
+def test_a_result_that_was_cut_short_is_none(compare, tmp_path, monkeypatch):
+    run, write = stub(compare, "well"), Path.write_text
+
+    def cut_short(path, text, **kwargs):
+        write(path, text[:20], **kwargs)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    with pytest.raises(OSError, match="disk full"):
+        compare.train(run, tmp_path, lambda step: None)
+    monkeypatch.undo()
+    assert compare.finished(run, tmp_path) is None
 
 
 def test_divergence_is_a_result_and_failure_is_not(compare, tmp_path):
