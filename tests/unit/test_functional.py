@@ -52,3 +52,17 @@ def test_hybrid_gives_each_kind_its_lr():
     lrs = {group["algorithm"]: group["lr"] for group in optimizer.param_groups}
     assert lrs == {"muon": 0.03, "adamw": 1e-3}
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": 1e-3}, "lr = 0.001 would reach no parameter; give muon_lr .* and adamw_lr"),
+        ({"algorithm": "adamw"}, "algorithm = 'adamw' does not work on matrices; use one of"),
+        ({"algorithm": "Adam"}, "algorithm = 'Adam' does not work on matrices"),
+        ({"adam_lr": 1e-3}, "adam_lr is not an option of Muon"),
+    ],
+)
+def test_hybrid_refuses_what_it_would_not_use(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        HybridMuonAdamW(torch.nn.Linear(8, 8), **arguments)
