@@ -335,6 +335,9 @@ def test_params_as_torch_takes_them():
         (lambda w: [{"params": [w]}, w], TypeError, "param group 1: a param group must be a dict"),
         (lambda w: [{"lr": 1.0}], TypeError, "must be a dict with 'params'"),
         (lambda w: [{"params": [w]}, {"params": [w]}], ValueError, "more than one parameter group"),
+        (lambda w: [w, w], ValueError, "param group 0: parameter . is listed twice"),
+        (lambda w: [("a", w), ("b", w)], ValueError, "param group 0: . is listed twice"),
+        (lambda w: [{"params": [w], "algorithm": "x"}], ValueError, "param group 0: unknown algor"),
         (lambda w: [w * 2], ValueError, "non-leaf"),
         (lambda w: [("a", w), w], ValueError, "Some param names are missing"),
     ],
@@ -351,6 +354,7 @@ def test_params_that_are_refused(params, error, message):
         (torch.zeros(6), ValueError, r"layers\.0\.w: shape \(6,\) has no rows and columns"),
         (torch.zeros(2, 3, dtype=torch.complex64), TypeError, r"layers\.0\.w: dtype torch.complex"),
         (torch.zeros(2, 3, dtype=torch.int32), TypeError, r"layers\.0\.w: dtype torch.int32"),
+        (torch.zeros(2, 3).to(torch.float8_e4m3fn), TypeError, r"w: dtype torch.float8_e4m3fn"),
     ],
 )
 def test_parameters_that_a_group_cannot_take_are_named(value, error, message):

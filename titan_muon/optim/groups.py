@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from titan_muon.distributed.matrices import MatrixRule, matrix_rule
@@ -15,6 +16,7 @@ __all__ = ["ParamGroup", "complete_group", "group_names", "is_saved", "matrix_ru
 
 # Keys that torch, schedulers and torchtitan put into groups; no options of ours.
 _FOREIGN = ("params", "param_names", "algorithm", "initial_lr")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ParamGroup(dict[str, Any]):
@@ -60,7 +62,10 @@ def complete_group(
             f"{where}: a param group must be a dict with 'params', got {type(group).__name__}; "
             "give either parameters only or groups only"
         )
-    chosen = get_algorithm(group.get("algorithm", algorithm))
+    try:
+        chosen = get_algorithm(group.get("algorithm", algorithm))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     explicit = {k: v for k, v in group.items() if k not in _FOREIGN}
     check_options(chosen.name, explicit, where=where)
     complete = ParamGroup({k: group[k] for k in _FOREIGN if k in group})
@@ -99,16 +104,20 @@ def matrix_rules(group: Mapping[str, Any], where: str) -> list[MatrixRule | None
         One rule a parameter; None in groups of elementwise algorithms.
 
     Raises:
-        TypeError: A parameter is complex or not floating point.
-        ValueError: A parameter has fewer than two dims, the split does not fit its rows, or a
-            shard does not fit the blocks of a quantised state.
+        TypeError: A parameter is complex, quantised or not floating point.
+        ValueError: A parameter is listed twice or has fewer than two dims, the split does not fit
+            its rows, or a shard does not fit the blocks of a quantised state.
         ImportError: Quantised state without torchao.
     """
     is_matrix = get_algorithm(group["algorithm"]).is_matrix
     rules: list[MatrixRule | None] = []
+    seen: set[int] = set()
     for param, name in zip(group["params"], group_names(group, group["params"]), strict=True):
         label = f"{where}: {name}"
-        if not param.is_floating_point():
+        if id(param) in seen:
+            raise ValueError(f"{label} is listed twice and would be stepped twice; list it once.")
+        seen.add(id(param))
+        if param.dtype not in _DTYPES:
             raise TypeError(
                 f"{label}: dtype {param.dtype} cannot be optimized; use float16, bfloat16, float32 "
                 "or float64"
