@@ -326,6 +326,21 @@ def test_bad_rules_are_refused(rules, message):
         param_groups(_transformer(), rules=rules)
 
 
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (Rule("wq", "adamw"), "rules must be a list of titan_muon.Rule.*, got Rule"),
+        ([("wq", "adamw")], r"rules\[0\] is \('wq', 'adamw'\)"),
+        ([Rule("wq", "adamw"), "wq"], r"rules\[1\] is 'wq'"),
+        ([Rule(3, "adamw")], r"rules\[0\] = .*pattern must be a string"),
+        ([Rule("wq", "adamw", 1e-3)], r"rules\[0\] = .*options a dict"),
+    ],
+)
+def test_rules_that_are_none(rules, message):
+    with pytest.raises(TypeError, match=message):
+        param_groups(_transformer(), rules=rules)
+
+
 def test_routing_needs_a_module():
     with pytest.raises(TypeError, match="routing needs the nn.Module itself"):
         param_groups(list(_transformer().parameters()))

@@ -90,13 +90,13 @@ def assign(
 
     Raises:
         ValueError: Unknown algorithm, or a pattern that is no regular expression.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or a rule no :class:`Rule`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"routing needs the nn.Module itself, for its names, got {type(model).__name__}"
         )
-    compiled = [(rule, _compile(rule.pattern)) for rule in rules]
+    compiled = [(rule, _compile(rule.pattern)) for rule in _checked(rules)]
     result = []
     for name, param, owners in _owned_parameters(model):
         reason, extra = default_route(param, owners)
@@ -157,7 +157,7 @@ def param_groups(
     Raises:
         ValueError: Unknown algorithm, a pattern that is no regular expression, or one that decides
             on no parameter.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or a rule no :class:`Rule`.
     """
     assignments = assign(model, (algorithm, {}), (rest, {}), rules=rules)
     matched = {item.pattern for item in assignments}
@@ -180,6 +180,20 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, lis
     for name, param in model.named_parameters():
         if param.requires_grad:
             yield canonical_name(name), param, owners[id(param)]
+
+
+def _checked(rules: Any) -> Sequence[Rule]:
+    what = "rules must be a list of titan_muon.Rule(pattern, algorithm, options)"
+    if not isinstance(rules, list | tuple):
+        raise TypeError(f"{what}, got {type(rules).__name__}")
+    for index, rule in enumerate(rules):
+        if not isinstance(rule, Rule):
+            raise TypeError(f"{what}; rules[{index}] is {rule!r}")
+        if not isinstance(rule.pattern, str) or not isinstance(rule.options, Mapping):
+            raise TypeError(
+                f"rules[{index}] = {rule!r}: pattern must be a string and options a dict"
+            )
+    return rules
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
