@@ -13,9 +13,12 @@ from titan_muon.orthogonalization.coefficients import schedule_names
 OWN = ("muon", "normuon", "adamw", "adam")
 BOOLEAN = ([True, False], [1, None, "true"])
 
+LR_INVALID = [-1e-3, float("nan"), float("inf"), "1e-3", None]
+LR_INVALID += [torch.tensor(-1e-3), torch.tensor(float("nan")), torch.tensor([1e-3])]
+
 # name: (valid values, invalid values); a 4 x 6 parameter, so splits must sum to 4 rows.
 CASES = {
-    "lr": ([0, 1e-3, 2.0, torch.tensor(1e-3)], [-1e-3, float("nan"), float("inf"), "1e-3", None]),
+    "lr": ([0, 1e-3, 2.0, torch.tensor(1e-3)], LR_INVALID),
     "weight_decay": ([0, 0.1, 3], [-0.1, float("nan"), "0.1", None, True]),
     "maximize": BOOLEAN,
     "stochastic_rounding": ([True, False], [1, "yes", None]),

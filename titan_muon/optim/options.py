@@ -93,8 +93,10 @@ def _number(low: float, high: float = float("inf"), *, closed: bool = False) -> 
 
 def _lr(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        # The value is not read: that would make the host wait for the device.
-        return value.ndim == 0 and value.is_floating_point()
+        if value.ndim or not value.is_floating_point():
+            return False
+        # Reading it from a device would make the host wait.
+        return value.device.type != "cpu" or _number(0.0)(value.item())
     return _number(0.0)(value)
 
 
