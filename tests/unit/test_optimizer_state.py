@@ -170,6 +170,19 @@ def _drop(*path):
         (_set("state", 1, "extra", torch.ones(2)), r"b: the state dict has \['extra'"),
         (_set("state", 1, "momentum_buffer", torch.ones(4, 6)), r"b: .* shape \(4, 6\) in the"),
         (_set("state", 1, "second_moment_buffer", torch.ones(3, 1)), r"b: 'second_moment_buffer'"),
+        (_set("state", 1, 3), "state of parameter 1 is a int, no dict of tensors"),
+        (_set("state", 1, "momentum_buffer", "x"), "b: 'momentum_buffer' is a str in the"),
+        (
+            _set("state", 1, "momentum_buffer", torch.ones(3, 6, 4, dtype=torch.complex64)),
+            "b: 'momentum_buffer' is of dtype torch.complex64",
+        ),
+        (
+            _set("state", 1, "momentum_buffer", torch.ones(3, 6, 4, device="meta")),
+            "b: 'momentum_buffer' is on the meta device",
+        ),
+        (_drop("param_groups", 1, "params"), "param group 1 of the state dict has no 'params'"),
+        (_drop("param_groups"), r"has 'state' and 'param_groups', got the keys \['state'\]"),
+        (_set("state", []), r"got the keys \['param_groups', 'state'\]"),
         (_drop("param_groups", 1), "has 1 param groups, the optimizer 2"),
         (_set("param_groups", 1, "params", [2, 3]), "param group 1 has 2 parameters"),
         (_set("param_groups", 1, "lr", -1.0), "param group 1: lr = -1.0 is not allowed"),
@@ -199,6 +212,21 @@ def test_refused_load_touches_nothing(change, message):
     train(optimizer, 1, first=1)
     train(twin, 1, first=1)
     assert torch.equal(twin.param_groups[0]["params"][0], a)
+
+
+def test_step_count_that_is_no_number_is_refused_before_anything_changes():
+    optimizer = Muon([{"params": parameters((6,)), "algorithm": "adamw"}])
+    train(optimizer, 1)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="'step' is a str in the state dict"):
+        optimizer.load_state_dict(_changed(optimizer, _set("state", 0, "step", "x")))
+    assert_same(snapshot(optimizer), before)
+
+
+def test_whole_checkpoint_is_no_state_dict():
+    optimizer = Muon(parameters((4, 6)))
+    with pytest.raises(ValueError, match=r"got the keys \['model', 'optimizer'\]"):
+        optimizer.load_state_dict({"model": {}, "optimizer": optimizer.state_dict()})
 
 
 def test_vector_cannot_become_a_muon_parameter():

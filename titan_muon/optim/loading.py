@@ -59,9 +59,10 @@ def prepare_load(
         where: Prefix of errors.
 
     Raises:
-        ValueError: Group counts or sizes differ, an option is out of range, a state key is missing
-            or not known, or a shape or placement differs.
+        ValueError: It is no state dict, group counts or sizes differ, an option is out of range, a
+            state key is missing or not known, or a shape or placement differs.
     """
+    _check_form(state_dict, where)
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise ValueError(
@@ -97,6 +98,30 @@ def apply_load(load: GroupLoad, live: dict[Tensor, Any]) -> None:
         live[param] = state
         for key, target in state.items():
             copy_state(target, torch.as_tensor(saved[key]))
+
+
+def _check_form(state_dict: Any, where: str) -> None:
+    """Refuse what is no optimizer's state dict, a whole checkpoint above all."""
+    keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else []
+    state, groups = (state_dict[k] if k in keys else None for k in ("state", "param_groups"))
+    if not isinstance(state, Mapping) or not isinstance(groups, list | tuple):
+        shown = f"the keys {keys[:8]}" if keys else repr(type(state_dict).__name__)
+        raise ValueError(
+            f"{where}: a state dict has 'state' and 'param_groups', got {shown}; give what an "
+            "optimizer's state_dict() returned. Nothing was loaded."
+        )
+    for index, group in enumerate(groups):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(
+                f"{where}: param group {index} of the state dict has no 'params'; give what an "
+                "optimizer's state_dict() returned. Nothing was loaded."
+            )
+    for number, value in state.items():
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"{where}: the state dict's state of parameter {number} is a "
+                f"{type(value).__name__}, no dict of tensors. Nothing was loaded."
+            )
 
 
 def _prepare_group(
@@ -156,6 +181,12 @@ def _check_param_state(where: str, live: Mapping[str, Any], saved: Mapping[str, 
             f"{sorted(live)}. Nothing was loaded."
         )
     for key, tensor in live.items():
+        fault = _fault(saved[key], tensor)
+        if fault is not None:
+            raise ValueError(
+                f"{where}: {key!r} is {fault} in the state dict; it must be a real tensor with "
+                "values. Nothing was loaded."
+            )
         shape = tuple(getattr(saved[key], "shape", ()))
         if shape != tuple(tensor.shape):
             raise ValueError(
@@ -168,6 +199,17 @@ def _check_param_state(where: str, live: Mapping[str, Any], saved: Mapping[str, 
                 f"{_placement(tensor)} in the optimizer. Load across layouts through "
                 "torch.distributed.checkpoint. Nothing was loaded."
             )
+
+
+def _fault(saved: Any, live: Tensor) -> str | None:
+    """Return why a saved value cannot be copied into a live tensor of its shape."""
+    if not isinstance(saved, Tensor | int | float):
+        return f"a {type(saved).__name__}"
+    if not isinstance(saved, Tensor):
+        return None
+    if saved.is_complex():
+        return f"of dtype {saved.dtype}"
+    return "on the meta device" if saved.is_meta and not live.is_meta else None
 
 
 def _placement(value: Any) -> Any:
