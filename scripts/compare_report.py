@@ -4,10 +4,11 @@ import csv
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
+
+from titan_muon.integration.text_table import table
 
 if TYPE_CHECKING:
     from compare import Result
@@ -35,12 +36,12 @@ def write_report(results: "Sequence[Result]", folder: Path, png: Path | None = N
             ):
                 run = (result.optimizer, result.lr, result.seed)
                 writer.writerow((*run, step, *values, result.validation.get(step, "")))
-    table = as_table(results)
-    (folder / "table.txt").write_text(table + "\n")
+    text = as_table(results)
+    (folder / "table.txt").write_text(text + "\n")
     if find_spec("matplotlib") is None:
-        return f"{table}\nno picture: pip install matplotlib, then give the same command again"
+        return f"{text}\nno picture: pip install matplotlib, then give the same command again"
     draw(results, png or folder / "compare.png")
-    return table
+    return text
 
 
 def by_setting(results: "Sequence[Result]") -> "dict[tuple[str, float], list[Result]]":
@@ -66,29 +67,24 @@ def best_lrs(results: "Sequence[Result]") -> dict[str, float]:
 
 def as_table(results: "Sequence[Result]") -> str:
     """Return a line for each optimizer and lr, best lr of each optimizer marked."""
-    from rich.console import Console
-    from rich.table import Table
-
     best = best_lrs(results)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("optimizer", "lr", "seeds", "final loss", "spread", "s/step", ""):
-        table.add_column(heading, justify="left" if heading in ("optimizer", "") else "right")
+    rows = []
     for (optimizer, lr), runs in sorted(by_setting(results).items()):
         finals = [run.final for run in runs]
         diverged = any(run.diverged for run in runs)
         spread = f"{max(finals) - min(finals):.4f}" if len(finals) > 1 and not diverged else "-"
-        table.add_row(
+        row = (
             optimizer,
             f"{lr:g}",
-            str(len(runs)),
+            len(runs),
             "diverged" if diverged else f"{fmean(finals):.4f}",
             spread,
             f"{fmean(_step_seconds(run) for run in runs):.3f}",
             "best" if best[optimizer] == lr and not diverged else "",
         )
-    buffer = StringIO()
-    Console(file=buffer, width=100, force_terminal=False).print(table)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+        rows.append(row)
+    headings = ("optimizer", "lr", "seeds", "final loss", "spread", "s/step", "")
+    return table(headings, rows, left=("optimizer", ""))
 
 
 def draw(results: "Sequence[Result]", path: Path) -> None:

@@ -299,6 +299,19 @@ def test_start_table_is_what_a_run_prints():
     assert start_table(container.optimizers[0], assignments, []) in README
 
 
+def test_start_table_has_a_line_for_each_group_however_long_its_name():
+    from titan_muon import Muon
+    from titan_muon.integration.start_table import start_table
+    from titan_muon.optim.param_groups import assign, to_groups
+
+    # Square brackets are markup to what draws the table.
+    name = "[bold]" + "x" * 200
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8, bias=False)})
+    assignments = assign(model, ("muon", {}), ("adamw", {}))
+    text = start_table(Muon(to_groups(assignments)), assignments, [])
+    assert text.splitlines()[1].endswith(f"  {name}.weight")
+
+
 # Mesh, what each axis does to a tensor (None replicates), p and R of the README's formula.
 COSTS = {
     "one": ((1,), (0,), 1, 1),

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from titan_muon.cli.text import table
+from titan_muon.integration.text_table import table
 from titan_muon.integration.toml_place import ConfigError
 from titan_muon.optim.algorithms import algorithm_names, all_option_names, get_algorithm
 from titan_muon.optim.algorithms.base import Algorithm

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from titan_muon.cli.report import GroupReport, ParameterReport, Report, SetReport
-from titan_muon.cli.text import table
+from titan_muon.integration.text_table import table
 
 __all__ = ["as_text"]
 

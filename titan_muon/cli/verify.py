@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from titan_muon.cli.text import table
 from titan_muon.cli.verify_math import Accuracy, Speed, measure_accuracy, measure_speed
 from titan_muon.cli.verify_training import Curve, compare_optimizers
+from titan_muon.integration.text_table import table
 from titan_muon.integration.toml_place import ConfigError
 
 __all__ = ["Findings", "run"]

@@ -1,20 +1,17 @@
 """The table that says, at start-up, what the optimizer does with which parameter."""
 
-import io
 import re
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
+from titan_muon.integration.text_table import table
 from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.param_groups import HIDDEN, Assignment
 
 __all__ = ["elementwise_matrices", "start_table"]
 
-_WIDTH = 110
+_HEADINGS = ("algorithm", "tensors", "parameters", "lr", "weight decay", "options", "first")
 
 
 def start_table(optimizer: Muon, assignments: Sequence[Assignment], ignored: Sequence[str]) -> str:
@@ -25,24 +22,19 @@ def start_table(optimizer: Muon, assignments: Sequence[Assignment], ignored: Seq
         assignments: The decisions on this rank's parameters.
         ignored: Options that no group uses.
     """
-    table = Table(box=None, pad_edge=False)
-    for heading in ("algorithm", "tensors", "parameters", "lr", "weight decay", "options", "first"):
-        table.add_column(heading, justify="left" if heading in ("algorithm", "first") else "right")
-    for group in optimizer.param_groups:
-        algorithm = get_algorithm(group["algorithm"])
-        special = [k for k in ("split", "flatten") if group.get(k)]
-        table.add_row(
-            algorithm.title,
-            f"{len(group['params'])}",
+    rows = [
+        (
+            get_algorithm(group["algorithm"]).title,
+            len(group["params"]),
             f"{sum(p.numel() for p in group['params']):,}",
             f"{float(group['lr']):g}",
             f"{group['weight_decay']:g}",
-            ", ".join(special) or "-",
+            ", ".join(key for key in ("split", "flatten") if group.get(key)) or "-",
             group["param_names"][0],
         )
-    buffer = io.StringIO()
-    Console(file=buffer, width=_WIDTH, force_terminal=False).print(table)
-    lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
+        for group in optimizer.param_groups
+    ]
+    lines = [table(_HEADINGS, rows, left=("algorithm", "first"))]
     lines += elementwise_matrices(assignments)
     if ignored:
         lines.append(f"not used by any group: {', '.join(ignored)}")

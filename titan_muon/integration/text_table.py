@@ -1,4 +1,4 @@
-"""Tables as text, by rich."""
+"""Tables as text, by rich: without lines, for logs, files and terminals."""
 
 import io
 import shutil
@@ -19,7 +19,7 @@ def table(
     left: Sequence[str] = (),
     folds: Sequence[str] = (),
 ) -> str:
-    """Return a table without lines.
+    """Return a table whose lines have no space at their ends.
 
     Args:
         headings: Of the columns.
