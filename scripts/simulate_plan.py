@@ -14,7 +14,7 @@ import logging
 import multiprocessing
 import time
 import tracemalloc
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 # Before anything of torchtitan: on a machine without GPU it must find a device that is there.
@@ -24,12 +24,14 @@ if cpu_runtime.needs_cpu_runtime():
     cpu_runtime.install()
 
 from titan_muon.cli.gpu_plans import plan_model  # noqa: E402
+from titan_muon.cli.rates import Rates, set_seconds  # noqa: E402
 from titan_muon.distributed.costs import owner_bound, plan_costs  # noqa: E402
 from titan_muon.distributed.geometry import geometry, segments  # noqa: E402
 from titan_muon.distributed.layout import local_region  # noqa: E402
 from titan_muon.distributed.plan import Plan  # noqa: E402
 from titan_muon.distributed.tables import rank_tables  # noqa: E402
 from titan_muon.integration.meta_model import fake_ranks, meta_model  # noqa: E402
+from titan_muon.integration.text_table import table  # noqa: E402
 
 LLAMA = "torchtitan.models.llama3.config_registry"
 DEEPSEEK = "torchtitan.models.deepseek_v3.config_registry"
@@ -111,9 +113,8 @@ def result(
     plan: Plan, run: tuple[str, int, int, int], rates: tuple[float, float], spent: tuple[float, int]
 ) -> Result:
     costs, (flops, bandwidth) = plan_costs(plan), rates
-    compute = max(plan.loads) / flops
-    wire = costs.bytes_sent.max().item() / bandwidth
-    exposed = costs.edge_bytes.max().item() / bandwidth
+    model = Rates(tflops=flops / 1e12, link_gbs=bandwidth / 1e9)
+    compute, _, step = set_seconds(costs.loads, costs.bytes_sent, costs.edge_bytes, model)
     return Result(
         *run,
         matrices=len(plan.units),
@@ -123,26 +124,15 @@ def result(
         sent_mib=costs.bytes_sent.max().item() / 2**20,
         shard_mib=costs.shard_bytes.max().item() / 2**20,
         compute_ms=1e3 * compute,
-        step_ms=1e3 * (exposed + max(compute, wire - exposed)),
+        step_ms=1e3 * step,
         plan_s=spent[0],
         plan_mib=spent[1] / 2**20,
     )
 
 
 def print_table(results: list[Result]) -> None:
-    rows = [{k: _text(v) for k, v in asdict(r).items()} for r in results]
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print("\t".join(rows[0]))
-        for row in rows:
-            print("\t".join(row.values()))
-        return
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*row.values())
-    Console(width=170).print(table)
+    rows = [[_text(value) for value in asdict(result).values()] for result in results]
+    print(table([field.name for field in fields(Result)], rows, left=("model",)))
 
 
 def _text(value: Any) -> str:
