@@ -20,14 +20,20 @@ __all__ = [
 ]
 
 
+_PLAIN = frozenset((Tensor, Parameter))
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, or the plain tensor itself; shares its storage.
 
     Of a tensor that wraps the one with its values, as torchao's float8 and MXFP8 training weights
     do, it is that one: kernels work on addresses.
     """
+    # Every step asks it of every tensor, and most are plain.
+    if type(tensor) in _PLAIN:
+        return tensor
     local = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local if type(local) in (Tensor, Parameter) else _unwrapped(local)
+    return local if type(local) in _PLAIN else _unwrapped(local)
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
