@@ -8,16 +8,14 @@ the table into README.md. int8, int4 and float8 need torchao.
 """
 
 import argparse
-from pathlib import Path
 
 import torch
+from option_table import README, between_markers
 from torch import Tensor, nn
 
 from titan_muon import Muon
 from titan_muon.optim.algorithms import get_algorithm
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-START, END = "<!-- memory: scripts/memory_table.py -->", "<!-- end of memory -->"
 ALGORITHMS = ("muon", "normuon", "adamuon", "aurora", "adamw")
 STATE_DTYPES = ("float32", "bfloat16", "int8", "float8", "int4")
 SIZE = 2048
@@ -56,9 +54,7 @@ def table(device: str = "cpu") -> str:
 
 def with_table(text: str) -> str:
     """Return the README's text with today's table in it."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    return between_markers(text, "memory", "memory_table", table())
 
 
 def main() -> None:

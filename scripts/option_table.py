@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_muon.cli.options import shown as as_toml
 from titan_muon.optim.algorithms import Algorithm, algorithm_names, get_algorithm
 from titan_muon.optim.options import Option
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).resolve().parents[1] / "README.md"
 # Fields of the typed config that are no options of an algorithm, with the README's words.
 CONFIG_FIELDS = {
     "name": "algorithm of the hidden matrices, in any letter case",
@@ -83,13 +84,7 @@ def owners(key: str) -> str:
 
 def shown(value: Any) -> str:
     """Write a default as TOML has it."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, str):
-        return f'`"{value}"`'
-    return f"`{list(value) if isinstance(value, tuple) else value}`"
+    return "-" if value is None else f"`{as_toml(value)}`"
 
 
 def markdown(heading: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
@@ -100,12 +95,21 @@ def markdown(heading: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 def filled(text: str) -> str:
     """Return the README's text with both tables made anew."""
-    for name, table in (("options", option_table()), ("optimizer-keys", config_table())):
-        begin, end = f"<!-- {name}: scripts/option_table.py -->", f"<!-- end of {name} -->"
-        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        text, count = pattern.subn(lambda _, t=table, b=begin, e=end: f"{b}\n{t}\n{e}", text)
-        if count != 1:
-            raise SystemExit(f"{README.name} has the markers of {name} {count} times, not once")
+    text = between_markers(text, "options", "option_table", option_table())
+    return between_markers(text, "optimizer-keys", "option_table", config_table())
+
+
+def between_markers(text: str, name: str, script: str, table: str) -> str:
+    """Return the README's text with another table between the markers of one.
+
+    Raises:
+        SystemExit: The markers are not there exactly once.
+    """
+    begin, end = f"<!-- {name}: scripts/{script}.py -->", f"<!-- end of {name} -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    text, count = pattern.subn(lambda _: f"{begin}\n{table}\n{end}", text)
+    if count != 1:
+        raise SystemExit(f"{README.name} has the markers of {name} {count} times, not once")
     return text
 
 

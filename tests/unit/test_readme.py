@@ -260,6 +260,8 @@ def test_option_tables_are_those_of_the_code():
     table = option_table()
     # On a difference: python scripts/option_table.py --write
     assert table.filled(README) == README
+    with pytest.raises(SystemExit, match="options 0 times, not once"):
+        table.filled(README.replace("<!-- end of options -->", ""))
     assert {a.title for a in table.algorithms()} >= {"Muon", "NorMuon", "AdamW", "Adam"}
     options = {key for algorithm in table.algorithms() for key in algorithm.options}
     assert {f"`{key}`" for key in options} <= set(table.option_table().split())
