@@ -66,6 +66,19 @@ def test_unknown_device(capsys):
     assert "--device gpu cannot be used here" in capsys.readouterr().err
 
 
+def test_folder_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("titan_muon.cli.verify._measure", lambda *_: pytest.fail("it measures"))
+    (tmp_path / "file").touch()
+    (tmp_path / "folder" / "report.txt").mkdir(parents=True)
+    for name in ("file", "file/folder", "folder"):
+        with pytest.raises(SystemExit) as stop:
+            main.main(["verify", "--device", "cpu", "--output", str(tmp_path / name)])
+        assert stop.value.code == 2
+        assert f"--output {tmp_path / name}: " in capsys.readouterr().err
+
+
 def test_needs_no_torchtitan_tokenizers_or_matplotlib(tmp_path):
     program = (
         "import sys\n"

@@ -54,16 +54,14 @@ def run(args: Sequence[str]) -> None:
         args: Command line after ``verify``.
 
     Raises:
-        ConfigError: The device is not there.
+        ConfigError: The device is not there, or nothing can be written to the folder.
         SystemExit: Help was printed, a flag refused, or a result is outside its limit (code 1).
     """
     given = _parse(list(args))
-    device = _device(given.device)
+    device, folder = _device(given.device), _folder(given.output)
     findings = _measure(device, given.steps)
     text = as_text(findings)
     print(text)
-    folder = Path(given.output)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
     try:
         from titan_muon.cli.verify_plot import draw
@@ -179,6 +177,19 @@ def _device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device {name} cannot be used here: {error}") from None
     return device
+
+
+def _folder(name: str) -> Path:
+    """Make the output folder before anything is measured, and try to write there."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.txt").touch()
+    except OSError as error:
+        raise ConfigError(
+            f"--output {name}: {error.strerror}; name a folder that you may write to."
+        ) from None
+    return folder
 
 
 def _machine(device: torch.device) -> str:
