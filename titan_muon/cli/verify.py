@@ -184,7 +184,7 @@ def _folder(name: str) -> Path:
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.txt").touch()
+        (folder / "report.txt").open("a").close()
     except OSError as error:
         raise ConfigError(
             f"--output {name}: {error.strerror}; name a folder that you may write to."
