@@ -1,7 +1,6 @@
 """The Triton operations on pieces equal their torch definition, run by Triton's interpreter."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.ptx import global_accesses
 from titan_muon import Muon
 from titan_muon.kernels import pieces_reference as reference
 from titan_muon.kernels.pieces import PieceTable, Row
@@ -220,26 +220,14 @@ NUMBERS = {"momentum": "fp32", "sign": "fp32", "lr": "fp32", "weight_decay": "fp
 FLAGS = {"NESTEROV": True, "ADVANCE": True, "SCALED": True, "TO_FLAT": True}
 
 
-def global_accesses(kernel, **changes) -> list[str]:
-    """Compile for an H100, no GPU needed, and return the loads and stores of global memory."""
-    triton = pytest.importorskip("triton", reason="the kernels need triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
+def accesses_of(kernel, **changes) -> list[str]:
     types = {**POINTERS, **ALIKE, **TABLES, **NUMBERS}
     types.update({k: v for k, v in changes.items() if k in types})
     tile = {"COLUMNS": 1024, "ROWS": 2, "ALIGNED": True}
-    constants = {**dict.fromkeys(names, False), **FLAGS, **tile, "keep": None, **changes}
-    aligned = [["tt.divisibility", 16]]
-    source = ASTSource(
-        fn=kernel,
-        signature={n: types.get(n, "constexpr") for n in names},
-        constexprs={(i,): constants[n] for i, n in enumerate(names) if n not in types},
-        attrs={(i,): aligned for i, n in enumerate(names) if types.get(n, "").startswith("*")},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    return re.findall(r"(?:ld|st)\.global\S*", compiled.asm["ptx"])
+    flags = dict.fromkeys(kernel.arg_names, False)
+    constants = {**flags, **FLAGS, **tile, "keep": None, **changes}
+    used = {k: v for k, v in types.items() if k in kernel.arg_names}
+    return global_accesses(kernel, used, constants)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
@@ -261,7 +249,7 @@ def test_aligned_tiles_are_loaded_and_stored_in_vectors(name, changes):
     pytest.importorskip("triton", reason="the kernels need triton")
     from titan_muon.kernels import triton_pieces
 
-    found = global_accesses(getattr(triton_pieces, name), **changes)
+    found = accesses_of(getattr(triton_pieces, name), **changes)
     # Each thread has 16 elements of each tensor; the table's entries are numbers of their own.
     assert [a for a in found if ".b16" in a] == []
     assert sum(".b32" in a and ".v" not in a for a in found) <= 6, found

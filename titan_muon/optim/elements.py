@@ -6,14 +6,14 @@ float64 weights) of at most ``CHUNK`` elements at a time, and the result is stor
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from titan_muon.optim.loans import Loan, Transfers
 from titan_muon.optim.observer import ElementwiseStep
-from titan_muon.optim.quantized import is_quantized, section
+from titan_muon.optim.quantized import Quantized, section, unwrapped
 from titan_muon.optim.rounding import STEP, Rounding
 
 __all__ = ["in_chunks"]
@@ -42,7 +42,8 @@ def in_chunks(
         direct: list[int] = []
         staged: dict[tuple[Any, ...], list[_Shard]] = {}
         parts = zip(params, grads, states, roundings, strict=True)
-        for place, (param, grad, state, rounding) in enumerate(parts):
+        for place, (param, grad, held, rounding) in enumerate(parts):
+            state = {key: unwrapped(tensor) for key, tensor in held.items()}
             if rounding is None and _is_uniform(param, grad, state):
                 direct.append(place)
             else:
@@ -60,16 +61,20 @@ def in_chunks(
     return run
 
 
-def _is_sliced(key: str, tensor: Tensor, param: Tensor) -> bool:
+def _is_sliced(key: str, tensor: Tensor | Quantized, param: Tensor) -> bool:
     """Whether a state tensor holds a value for each element of the weight."""
+    if isinstance(tensor, Quantized):
+        return True
     return tensor.shape == param.shape and (tensor.ndim > 0 or key != STEP)
 
 
-def _is_uniform(param: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> bool:
+def _is_uniform(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | Quantized]) -> bool:
     """Whether torch's kernels take the shards as they are."""
     dtype = param.dtype
     for key, tensor in state.items():
-        if (tensor.dtype != dtype or is_quantized(tensor)) and _is_sliced(key, tensor, param):
+        if isinstance(tensor, Quantized):
+            return False
+        if tensor.dtype != dtype and _is_sliced(key, tensor, param):
             return False
     return grad.dtype == dtype
 
@@ -87,25 +92,29 @@ class _Shard:
         self,
         param: Tensor,
         grad: Tensor,
-        state: Mapping[str, Tensor],
+        state: Mapping[str, Tensor | Quantized],
         rounding: Rounding | None,
     ) -> None:
-        self.param, self.grad, self.state, self.rounding = param, grad, state, rounding
+        self.size, self.rounding = param.numel(), rounding
         self.sliced = [key for key, t in state.items() if _is_sliced(key, t, param)]
         self._live = [param, *(state[key] for key in self.sliced)]
-        tensors = [grad, *self._live]
-        quantized = [is_quantized(t) for t in tensors]
-        self.kind = *(t.dtype for t in tensors), *quantized, *self.sliced, rounding is None
-        self.flat = [t.view(-1) if t.is_contiguous() else t.reshape(-1) for t in self._live]
+        formats = [t.format if isinstance(t, Quantized) else t.dtype for t in self._live]
+        self.kind = grad.dtype, *formats, *self.sliced, rounding is None
+        self.dtype = param.dtype
+        self.flat = [t if isinstance(t, Quantized) else t.reshape(-1) for t in self._live]
         self.flat_grad = grad.reshape(-1)
+        self.whole = {k: t for k, t in state.items() if isinstance(t, Tensor)}
+        for key in self.sliced:
+            self.whole.pop(key, None)
         # Each chunk of a shard takes the same step.
-        self.before = {k: t.clone() for k, t in state.items() if k not in self.sliced}
+        cut = self.size > CHUNK
+        self.before = {k: t.clone() for k, t in self.whole.items()} if cut else {}
 
     def restore(self) -> None:
         """Write back what had to be copied."""
         for live, flat in zip(self._live, self.flat, strict=True):
-            if not live.is_contiguous():
-                live.copy_(flat.view(live.shape))
+            if isinstance(live, Tensor) and not live.is_contiguous():
+                live.copy_(cast(Tensor, flat).view(live.shape))
 
 
 class _Section(NamedTuple):
@@ -119,7 +128,7 @@ def _cut(shards: Sequence[_Shard]) -> Iterator[list[_Section]]:
     chunk: list[_Section] = []
     used = 0
     for shard in shards:
-        size = shard.param.numel()
+        size = shard.size
         for start in range(0, max(size, 1), CHUNK):
             stop = min(start + CHUNK, size)
             if chunk and used + stop - start > CHUNK:
@@ -138,15 +147,15 @@ def _step_sections(
     conditional: bool,
 ) -> None:
     first = sections[0].shard
-    transfers = Transfers(first.param.device)
-    work = torch.float64 if first.param.dtype == torch.float64 else torch.float32
+    transfers = Transfers(first.flat_grad.device)
+    work = torch.float64 if first.dtype == torch.float64 else torch.float32
     lent = []
 
     def rounded(place: int, values: Tensor) -> Tensor:
         shard, start, _ = sections[place]
         if shard.rounding is None:
             raise AssertionError("shards of one kind are rounded alike")
-        return shard.rounding(values, shard.state[STEP], start)
+        return shard.rounding(values, shard.whole[STEP], start)
 
     narrow = None if first.rounding is None else rounded
     for number in range(len(first.flat)):
@@ -158,10 +167,9 @@ def _step_sections(
     states = []
     for place, (shard, start, _) in enumerate(sections):
         for key, value in shard.before.items() if start else ():
-            shard.state[key].copy_(value)
-        whole = {key: shard.state[key] for key in shard.before}
+            shard.whole[key].copy_(value)
         values = zip(shard.sliced, lent[1:], strict=True)
-        states.append({**whole, **{key: loan.work[place] for key, loan in values}})
+        states.append({**shard.whole, **{key: loan.work[place] for key, loan in values}})
     step(lent[0].work, grads.work, states, group)
     for loan in lent:
         loan.store(only_changed=conditional)

@@ -1,13 +1,15 @@
 """Shards fetched for one operation, and stored again."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_muon.optim.quantized import decode, encode, is_quantized, stored
+from titan_muon.kernels.quantize import Coding, decode, encode
+from titan_muon.optim.quantized import Quantized
 
 __all__ = ["Loan", "Narrow", "Transfers"]
 
@@ -105,81 +107,62 @@ class Loan:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor | Quantized],
         transfers: Transfers,
         dtype: torch.dtype | None = None,
         narrow: Narrow | None = None,
     ) -> None:
-        self.work: Sequence[Tensor] = tensors
-        self.rounds = is_quantized(tensors[0])
-        self._tensors, self._transfers = tensors, transfers
-        self._dtype, self._narrow = dtype, narrow
-        self._parts = [part for tensor in tensors for part in stored(tensor)]
+        self._transfers, self._dtype, self._narrow = transfers, dtype, narrow
+        self._coding: Coding | None = None
+        self._shapes: list[tuple[int, ...]] = []
+        self._parts: list[Tensor] = []
+        for tensor in tensors:
+            if isinstance(tensor, Quantized):
+                self._coding = self._coding or tensor.coding(transfers.device)
+                self._shapes.append(tensor.shape)
+                self._parts += tensor.codes, tensor.scale
+            else:
+                self._parts.append(tensor)
+        self.rounds = self._coding is not None
         self._fetched = transfers.fetch(self._parts)
-        self._encoded: tuple[Tensor, Tensor] | None = None
+        self.work: Sequence[Tensor] = []
 
     def open(self) -> None:
         """Make ``work`` ready on the current stream."""
         self._transfers.wait(self._fetched)
-        self.work = self._decoded(self._fetched) if self.rounds else self._fetched
-        if self._dtype is not None:
-            self.work = [tensor.to(self._dtype) for tensor in self.work]
+        if self._coding is not None:
+            values = decode(self._fetched, self._coding)
+            self._values = values if self._dtype is None else values.to(self._dtype)
+            self.work = self._cut(self._values)
+        elif self._dtype in (None, self._fetched[0].dtype):
+            self.work = self._fetched
+        else:
+            self.work = [tensor.to(self._dtype) for tensor in self._fetched]
 
     def store(self, *, only_changed: bool = False) -> None:
         """Store ``work`` in the tensors.
 
         Args:
-            only_changed: Keep the bits of quantised blocks in which no value has changed; encoding
-                is not the inverse of decoding.
+            only_changed: Keep the bits of quantised blocks in which no value has changed.
         """
-        if not self.rounds:
-            values = self.work
-            if self._narrow is not None:
-                values = [
-                    self._narrow(i, w.view(-1)).view(w.shape) for i, w in enumerate(self.work)
-                ]
-            pairs = zip(values, self._tensors, strict=True)
-            moved = [(w, t) for w, t in pairs if w is not t]
-            if moved:
-                self._transfers.store(*map(list, zip(*moved, strict=True)))
-            return
-        values = self._flat(self.work)
-        if values.dtype != torch.float32:
-            values = values.float()
-        codes, scales = encode(self._tensors, values)
-        if only_changed:
-            codes, scales = self._where_changed(values, codes, scales)
-        self._encoded = codes, scales
-        sizes = [part.numel() for part in self._parts]
-        split = zip(codes.split(sizes[::2]), scales.split(sizes[1::2]), strict=True)
-        pieces = [piece for pair in split for piece in pair]
-        shaped = [p.view(part.shape) for p, part in zip(pieces, self._parts, strict=True)]
-        self._transfers.store(shaped, self._parts)
+        values = self.work
+        if self._coding is not None:
+            encode(self._values.float(), self._fetched, self._coding, only_changed=only_changed)
+            values = self._fetched
+        elif self._narrow is not None:
+            values = [self._narrow(i, w.view(-1)).view(w.shape) for i, w in enumerate(values)]
+        pairs = zip(values, self._parts, strict=True)
+        moved = [(value, part) for value, part in pairs if value is not part]
+        if moved:
+            self._transfers.store(*map(list, zip(*moved, strict=True)))
 
     def stored(self) -> list[Tensor]:
-        """Return the values as they were stored, after :meth:`store`."""
-        if self._encoded is None:
-            raise AssertionError("nothing has been stored")
-        return self._decoded(self._encoded)
+        """Return the values as they were stored, after :meth:`store` of quantised tensors."""
+        if self._coding is None:
+            raise AssertionError("storing these tensors rounds nothing")
+        return self._cut(decode(self._fetched, self._coding))
 
-    def _decoded(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        pairs = [cast(Any, tuple(parts[i : i + 2])) for i in range(0, len(parts), 2)]
-        return decode(self._tensors, pairs)
-
-    def _flat(self, work: Sequence[Tensor]) -> Tensor:
-        """Return the one tensor that decoded values are views of."""
-        count = sum(tensor.numel() for tensor in work)
-        return work[0].as_strided((count,), (1,), 0)
-
-    def _where_changed(
-        self, values: Tensor, codes: Tensor, scales: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        before = self._flat(self._decoded(self._fetched))
-        changed = (values != before).view(len(scales), -1).any(dim=1)
-        old_codes, old_scales = (
-            torch.cat([part.view(-1) for part in self._fetched[i::2]]) for i in (0, 1)
-        )
-        by_block = torch.where(
-            changed.view(-1, 1), codes.view(len(scales), -1), old_codes.view(len(scales), -1)
-        )
-        return by_block.view(-1), torch.where(changed, scales, old_scales)
+    def _cut(self, values: Tensor) -> list[Tensor]:
+        """Return views of flat values, one a tensor."""
+        pieces = values.split([math.prod(shape) for shape in self._shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]

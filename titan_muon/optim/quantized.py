@@ -1,24 +1,27 @@
-"""torchao's quantised tensors as state: their parts, and values read and written in batches."""
+"""torchao's quantised tensors as state, and the plain tensors that they consist of."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from titan_muon.kernels.quantize import Coding
+
 __all__ = [
+    "Quantized",
     "allow_loading",
     "block_size",
     "clone_state",
-    "decode",
     "dequantized",
-    "encode",
     "is_quantized",
     "quantized_class",
     "section",
     "stored",
+    "unwrapped",
 ]
 
 
@@ -34,8 +37,31 @@ _FORMATS = {
     "int4": _Format("torchao.optim.subclass_4bit", "OptimState4bit", 128),
     "float8": _Format("torchao.optim.subclass_fp8", "OptimStateFp8", 256),
 }
-# Below this a block counts as zero; far from where float32 loses precision.
-_SMALLEST_SCALE = 1e-30
+_BY_NAME = {spec.name: chosen for chosen, spec in _FORMATS.items()}
+
+
+class Quantized(NamedTuple):
+    """A quantised tensor, or consecutive blocks of one, without torchao's class around it.
+
+    Every call of a tensor class takes microseconds of the host, even for a shape.
+
+    Args:
+        codes: uint8. Shares the tensor's memory.
+        scale: (blocks,) float32. Shares the tensor's memory.
+        shape: Of the values.
+        format: Key of a format.
+        signed: Whether values may be negative.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    shape: tuple[int, ...]
+    format: str
+    signed: bool
+
+    def coding(self, device: torch.device) -> Coding:
+        """Return what its codes stand for, for kernels on a device."""
+        return _coding(self.format, self.signed, device)
 
 
 def block_size(chosen: str) -> int:
@@ -105,23 +131,35 @@ def stored(tensor: Tensor) -> tuple[Tensor, ...]:
     """
     if not is_quantized(tensor):
         return (tensor,)
-    quantized = cast(Any, tensor)
-    return quantized.codes.view(torch.uint8), quantized.scale
+    codes, scale = cast(Any, tensor).codes, cast(Any, tensor).scale
+    return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8), scale
 
 
-def section(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Return the elements from ``start`` to ``stop`` of a flat local tensor; shares its memory.
+def unwrapped(tensor: Tensor) -> Tensor | Quantized:
+    """Return what a local state tensor consists of if it is quantised, else itself."""
+    if not is_quantized(tensor):
+        return tensor
+    chosen, quantized = _BY_NAME[type(tensor).__name__], cast(Any, tensor)
+    codes, scale = stored(tensor)
+    shape = quantized._shape if chosen == "int4" else codes.shape
+    return Quantized(codes, scale, shape, chosen, getattr(quantized, "signed", True))
+
+
+def section(tensor: Tensor | Quantized, start: int, stop: int) -> Tensor | Quantized:
+    """Return consecutive elements of a local tensor, flat; shares its memory.
 
     Args:
-        tensor: One dim; where it is quantised, the section is a whole number of blocks.
+        tensor: One dim, or quantised; then the section is a whole number of blocks.
         start, stop: Half-open range.
     """
-    if not is_quantized(tensor):
+    if isinstance(tensor, Tensor):
         return tensor[start:stop]
-    codes, scale = stored(tensor)
-    block, packed = cast(Any, tensor).block_size, 2 if _is_packed(tensor) else 1
-    part = codes[start // packed : stop // packed]
-    return _rebuilt(tensor, part, scale[start // block : stop // block], (stop - start,))
+    codes, scale, size = tensor.codes, tensor.scale, math.prod(tensor.shape)
+    if stop - start < size:
+        packed, block = size // codes.numel(), size // scale.numel()
+        codes = codes.view(-1)[start // packed : stop // packed]
+        scale = scale[start // block : stop // block]
+    return tensor._replace(codes=codes, scale=scale, shape=(stop - start,))
 
 
 def clone_state(tensor: Tensor) -> Tensor:
@@ -132,83 +170,24 @@ def clone_state(tensor: Tensor) -> Tensor:
     return _rebuilt(tensor, codes.clone(), scale.clone(), tensor.shape)
 
 
-def decode(like: Sequence[Tensor], parts: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Return the float32 values of quantised tensors, all of one format, as views of one tensor.
-
-    Args:
-        like: Local state tensors. Their values are not read.
-        parts: What :func:`stored` returned of each, on any one device.
-    """
-    first = like[0]
-    codes, scales = (_joined([part[i] for part in parts]) for i in (0, 1))
-    count = codes.numel() * (2 if _is_packed(first) else 1)
-    flat = cast(Any, _rebuilt(first, codes, scales, (count,))).dequantize().view(-1)
-    pieces = flat.split([tensor.numel() for tensor in like])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
-
-
-def encode(like: Sequence[Tensor], values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise values by blocks.
-
-    Args:
-        like: Local state tensors, all of one format. Their values are not read.
-        values: (elements of all of them,) float32. Not modified.
-
-    Returns:
-        Codes and scales of all of them, one after another.
-    """
-    first = cast(Any, like[0])
-    blocks = values.view(-1, first.block_size)
-    scale = blocks.abs().amax(dim=1).clamp_min_(_SMALLEST_SCALE)
-    if not hasattr(first, "qmap"):
-        dtype = torch.float8_e4m3fn
-        scale /= torch.finfo(dtype).max
-        return (blocks / scale.view(-1, 1)).to(dtype).view(torch.uint8).view(-1), scale
-    middles = _middles(type(first).__name__, first.signed, values.device)
-    # The nearest entry of the map: one search, where torchao's own way takes thirty passes.
-    codes = torch.bucketize(blocks / scale.view(-1, 1), middles, out_int32=True, right=True)
-    codes = codes.to(torch.uint8).view(-1)
-    if _is_packed(like[0]):
-        codes = (codes[::2] << 4) | codes[1::2]
-    return codes, scale
-
-
 def _rebuilt(like: Tensor, codes: Tensor, scale: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a tensor of the same format from other codes and scales."""
     kind, float32 = cast(Any, type(like)), torch.float32
-    if not hasattr(like, "qmap"):
+    chosen = _BY_NAME[kind.__name__]
+    if chosen == "float8":
         return kind(codes.view(torch.float8_e4m3fn).view(*shape), scale, float32)
-    quantized = cast(Any, like)
-    qmap = _on(quantized.qmap, kind.__name__, quantized.signed, codes.device)
-    if _is_packed(like):
-        return kind(codes, scale, qmap, quantized.signed, tuple(shape), float32)
-    return kind(codes.view(*shape), scale, qmap, quantized.signed, float32)
+    signed = cast(Any, like).signed
+    qmap = _coding(chosen, signed, codes.device).qmap
+    if chosen == "int4":
+        return kind(codes, scale, qmap, signed, tuple(shape), float32)
+    return kind(codes.view(*shape), scale, qmap, signed, float32)
 
 
-def _is_packed(tensor: Tensor) -> bool:
-    """Whether two codes share a byte."""
-    return type(tensor).__name__ == _FORMATS["int4"].name
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    flat = [tensor.view(-1) for tensor in tensors]
-    return torch.cat(flat) if len(flat) > 1 else flat[0]
-
-
-_MAPS: dict[tuple[str, bool, torch.device], Tensor] = {}
-
-
-def _on(qmap: Tensor, name: str, signed: bool, device: torch.device) -> Tensor:
-    """Return a map on a device; copied there once."""
-    key = (name, signed, device)
-    if key not in _MAPS:
-        _MAPS[key] = qmap.to(device, copy=True)
-    return _MAPS[key]
-
-
-@lru_cache(maxsize=32)
-def _middles(name: str, signed: bool, device: torch.device) -> Tensor:
-    """Return where the map of a format turns from one entry to the next."""
-    chosen = next(f for f, spec in _FORMATS.items() if spec.name == name)
-    qmap = quantized_class(chosen).zeros((block_size(chosen),), signed=signed, device=device).qmap
-    return (qmap[1:] + qmap[:-1]) / 2
+@lru_cache(maxsize=64)
+def _coding(chosen: str, signed: bool, device: torch.device) -> Coding:
+    """Return what the codes of a format stand for, its tensors on a device."""
+    block = block_size(chosen)
+    if chosen == "float8":
+        return Coding(block)
+    qmap = quantized_class(chosen).zeros((block,), signed, block, device).qmap
+    return Coding(block, qmap, (qmap[1:] + qmap[:-1]) / 2)

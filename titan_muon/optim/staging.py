@@ -17,6 +17,7 @@ from torch import Tensor
 from titan_muon.kernels.pieces import PieceTable
 from titan_muon.kernels.pieces_dispatch import PieceOperations
 from titan_muon.optim.loans import Loan, Narrow, Transfers
+from titan_muon.optim.quantized import unwrapped
 
 __all__ = ["StagedOperations"]
 
@@ -46,6 +47,8 @@ class StagedOperations:
         self._ops = ops
         self._most, self._rounded = max_bytes // _BYTES_PER_ELEMENT, rounded
         self._transfers = transfers
+        # By table: what it names has one size, and sizes of quantised tensors take time.
+        self._cuts: dict[PieceTable, list[tuple[int, ...]]] = {}
 
     def advance(
         self,
@@ -140,7 +143,9 @@ class StagedOperations:
         self, table: PieceTable, *lists: Sequence[Tensor], rounded: Narrow | None = None
     ) -> Iterator[tuple[PieceTable, list[Loan]]]:
         """Yield tables and the tensors they work on, the next chunk already on its way."""
-        chunks = self._cut(table, lists[-1])
+        if table not in self._cuts:
+            self._cuts[table] = self._cut(table, lists[-1])
+        chunks = self._cuts[table]
         coming = self._loans(chunks[0], lists, rounded) if chunks else []
         for number, chunk in enumerate(chunks):
             loans = coming
@@ -165,7 +170,8 @@ class StagedOperations:
                 return rounded(chunk[place], values)
 
         return [
-            Loan([tensors[i] for i in chunk], self._transfers, dtype, narrow) for tensors in lists
+            Loan([unwrapped(tensors[i]) for i in chunk], self._transfers, dtype, narrow)
+            for tensors in lists
         ]
 
     def _cut(self, table: PieceTable, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:

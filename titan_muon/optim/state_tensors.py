@@ -15,14 +15,16 @@ from torch import Tensor
 
 from titan_muon.distributed.layout import is_dtensor, layout_of, shard_sizes
 from titan_muon.distributed.tensors import compute_device, local_of, with_local
+from titan_muon.kernels.quantize import encode
 from titan_muon.optim.options import QUANTIZED, resolve_state_dtype
 from titan_muon.optim.quantized import (
+    Quantized,
     block_size,
     dequantized,
-    encode,
     is_quantized,
     quantized_class,
     stored,
+    unwrapped,
 )
 
 __all__ = [
@@ -138,10 +140,9 @@ def copy_state(target: Tensor, source: Tensor) -> None:
             for a, b in parts:
                 a.copy_(b)
             return
-    out_of = dequantized(out_of)
-    if not is_quantized(into):
+    out_of, parts = dequantized(out_of), unwrapped(into)
+    if isinstance(parts, Quantized):
+        values = out_of.to(into.device, torch.float32).reshape(-1)
+        encode(values, [parts.codes, parts.scale], parts.coding(into.device))
+    else:
         into.copy_(out_of)
-        return
-    values = out_of.to(into.device, torch.float32).reshape(-1)
-    for a, b in zip(stored(into), encode([into], values), strict=True):
-        a.copy_(b.view(a.shape))

@@ -1,0 +1,60 @@
+"""Codes and scales of quantised state on a GPU: bit for bit what torch and a CPU make of them."""
+
+import pytest
+import torch
+
+from tests.unit.test_quantize import (
+    FORMATS,
+    blocks_of,
+    check_kernels,
+    coding_of,
+    parts_of,
+)
+from titan_muon.kernels.quantize import decode, encode
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_kernels_equal_reference():
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from titan_muon.kernels import triton_quantize
+
+    check_kernels(triton_quantize.decode, triton_quantize.encode, "cuda")
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_those_of_the_cpu(name, signed):
+    blocks = blocks_of(coding_of(name, signed), signed)
+    blocks = torch.where(blocks.isfinite().all(1, keepdim=True), blocks, 1.0)
+    found = []
+    for device in ("cpu", "cuda"):
+        coding = coding_of(name, signed, device)
+        parts = parts_of(coding, device)
+        encode(blocks.to(device).view(-1), parts, coding)
+        found.append([part.cpu() for part in (*parts, decode(parts, coding))])
+    for cpu, cuda in zip(*found, strict=True):
+        assert torch.equal(cpu, cuda)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_state_is_decoded_as_by_torchao(name, signed):
+    pytest.importorskip("torchao")
+    from titan_muon.optim.quantized import Quantized, unwrapped
+    from titan_muon.optim.state_tensors import copy_state, new_state
+
+    values = torch.randn(300, 512, generator=torch.Generator().manual_seed(0)).cuda()
+    values = values if signed else values.abs()
+    state = new_state(values, name, signed=signed)
+    copy_state(state, values)
+    parts = unwrapped(state)
+    assert isinstance(parts, Quantized)
+    got = decode([parts.codes, parts.scale], parts.coding(values.device)).view(values.shape)
+    assert torch.equal(got, state.dequantize())
+    # One rounding of the format, relative to the norm.
+    bound = {"int8": 0.02, "float8": 0.05, "int4": 0.2}[name]
+    assert 0 < (got - values).norm() / values.norm() < bound

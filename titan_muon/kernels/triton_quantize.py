@@ -1,0 +1,170 @@
+# pyrefly: ignore-errors
+# Triton is a language of its own: its values have no Python types.
+"""Triton kernels of decoding and encoding; see ``quantize`` for what they compute.
+
+Both are one pass over memory. One program handles one tile of whole blocks; which one, it reads
+from a table, and where the codes and scales of its tensor lie, from another. float8 is converted
+by integer arithmetic: not every GPU of the package has instructions for it.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_muon.kernels.quantize import FLOAT8_MAX, SMALLEST_SCALE, Coding
+
+__all__ = ["decode", "encode"]
+
+# Elements; as in ``pieces``.
+_TILE = 2048
+_WARPS = 4
+
+
+@triton.jit
+def _tile(tiles, pointers, BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return where a tile's codes, scales and values begin, and which of its rows exist."""
+    entry = tiles + tl.program_id(0).to(tl.int64) * 4
+    first = tl.load(entry + 1).to(tl.int64)
+    tensor = pointers + tl.load(entry).to(tl.int64) * 2
+    codes = tl.load(tensor).to(tl.pointer_type(tl.uint8))
+    # The compiler forgets what it knows of an integer that becomes a pointer.
+    codes = tl.multiple_of(codes, 16) if ALIGNED else codes
+    scales = tl.load(tensor + 1).to(tl.pointer_type(tl.float32)) + first
+    row = tl.arange(0, ROWS)
+    inside = row < tl.load(entry + 3)
+    return codes, first, scales + row, tl.load(entry + 2).to(tl.int64) * BLOCK, inside
+
+
+@triton.jit
+def _places(BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    return tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def _read(codes, inside, qmap, BLOCK: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return what the codes of a tile stand for, before scaling."""
+    BYTES: tl.constexpr = BLOCK // 2 if LEVELS == 4 else BLOCK
+    code = tl.load(codes + _places(BYTES, ROWS), mask=inside[:, None], other=0).to(tl.int32)
+    if LEVELS == 4:
+        code = tl.reshape(tl.join(code >> 4, code & 15), (ROWS, BLOCK))
+    if LEVELS > 0:
+        return tl.load(qmap + code)
+    # The exponent's bias is 7 there, 127 here; the product is exact, of denormal numbers too.
+    value = ((code & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    value = tl.where((code & 127) == 127, float("nan"), value)
+    return (value.to(tl.int32, bitcast=True) | ((code & 128) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _float8(x):
+    """Return the bits of the nearest float8_e4m3fn, even on a tie; nothing exceeds 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Rounds half to even where 20 bits of the fraction are cut off, and changes the bias.
+    normal = (size + (0x7FFFF - (120 << 23)) + ((size >> 20) & 1)) >> 20
+    # Below 2**-6 the distance between neighbours is 2**-9, which is that of float32 from 2**14 on.
+    shifted = size.to(tl.float32, bitcast=True) + 16384.0
+    code = tl.where(size < (121 << 23), shifted.to(tl.int32, bitcast=True) - (141 << 23), normal)
+    return tl.where(size > 0x7F800000, 127, code) | ((bits >> 24) & 128)
+
+
+@triton.jit
+def _nearest(x, middles, LEVELS: tl.constexpr):
+    """Return how many of the middles are at most x, all of them for NaN."""
+    code = tl.zeros_like(x).to(tl.int32)
+    for level in tl.static_range(LEVELS):
+        half = 1 << (LEVELS - 1 - level)
+        code = tl.where(tl.load(middles + code + (half - 1)) > x, code, code + half)
+    return code
+
+
+@triton.jit
+def _decode_kernel(
+    tiles, pointers, values, qmap,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    BYTES: tl.constexpr = BLOCK // 2 if LEVELS == 4 else BLOCK
+    codes, first, scales, place, inside = _tile(tiles, pointers, BLOCK, ROWS, ALIGNED)
+    scale = tl.load(scales, mask=inside, other=0.0)
+    value = _read(codes + first * BYTES, inside, qmap, BLOCK, ROWS, LEVELS) * scale[:, None]
+    tl.store(values + place + _places(BLOCK, ROWS), value, mask=inside[:, None])
+
+
+@triton.jit
+def _encode_kernel(
+    tiles, pointers, values, qmap, middles, smallest, largest,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr,
+    ONLY_CHANGED: tl.constexpr,
+):  # fmt: skip
+    BYTES: tl.constexpr = BLOCK // 2 if LEVELS == 4 else BLOCK
+    codes, first, scales, place, inside = _tile(tiles, pointers, BLOCK, ROWS, ALIGNED)
+    codes += first * BYTES
+    value = tl.load(values + place + _places(BLOCK, ROWS), mask=inside[:, None], other=0.0)
+    # As integers, for which a NaN is the largest of all.
+    size = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    scale = tl.where(size < smallest, smallest, size)
+    if LEVELS == 0:
+        scale = tl.div_rn(scale, tl.zeros_like(scale) + largest)
+    if ONLY_CHANGED:
+        before = _read(codes, inside, qmap, BLOCK, ROWS, LEVELS)
+        before *= tl.load(scales, mask=inside, other=0.0)[:, None]
+        inside = tl.where(tl.max((value != before).to(tl.int32), 1) > 0, inside, False)
+    quotient = tl.div_rn(value, tl.broadcast_to(scale[:, None], (ROWS, BLOCK)))
+    code = _nearest(quotient, middles, LEVELS) if LEVELS > 0 else _float8(quotient)
+    if LEVELS == 4:
+        upper, lower = tl.split(tl.reshape(code, (ROWS, BLOCK // 2, 2)))
+        code = (upper << 4) | lower
+    tl.store(codes + _places(BYTES, ROWS), code.to(tl.uint8), mask=inside[:, None])
+    tl.store(scales, scale, mask=inside)
+
+
+def decode(parts: Sequence[Tensor], coding: Coding) -> Tensor:
+    """See ``quantize.decode``."""
+    device, blocks = parts[0].device, tuple(part.numel() for part in parts[1::2])
+    values = torch.empty(sum(blocks) * coding.block, dtype=torch.float32, device=device)
+    tiles, pointers, shape = _launch(parts, blocks, coding)
+    _decode_kernel[(len(tiles),)](tiles, pointers, values, coding.qmap, **shape)
+    return values
+
+
+def encode(values: Tensor, parts: Sequence[Tensor], coding: Coding, only_changed: bool) -> None:
+    """See ``quantize.encode``."""
+    tiles, pointers, shape = _launch(parts, tuple(part.numel() for part in parts[1::2]), coding)
+    _encode_kernel[(len(tiles),)](
+        tiles, pointers, values, coding.qmap, coding.middles, SMALLEST_SCALE, FLOAT8_MAX,
+        ONLY_CHANGED=only_changed, **shape,
+    )  # fmt: skip
+
+
+def _launch(
+    parts: Sequence[Tensor], blocks: tuple[int, ...], coding: Coding
+) -> tuple[Tensor, Tensor, dict[str, object]]:
+    """Return both tables and the options of a launch."""
+    device, rows = parts[0].device, _TILE // coding.block
+    pointers, aligned = _pointers(tuple(part.data_ptr() for part in parts), device)
+    levels = 0 if coding.qmap is None else len(coding.qmap).bit_length() - 1
+    shape = {"BLOCK": coding.block, "ROWS": rows, "LEVELS": levels, "ALIGNED": aligned}
+    return _tiles(blocks, rows, device), pointers, {**shape, "num_warps": _WARPS}
+
+
+# State keeps its addresses; what was fetched from elsewhere mostly gets the same ones again.
+@lru_cache(maxsize=256)
+def _pointers(addresses: tuple[int, ...], device: torch.device) -> tuple[Tensor, bool]:
+    table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+    return table, all(address % 16 == 0 for address in addresses[::2])
+
+
+@lru_cache(maxsize=256)
+def _tiles(blocks: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+    """Return (tiles, 4) int32: tensor, first block of it, first of all, number of blocks left."""
+    count = torch.tensor(blocks, dtype=torch.int64)
+    tiles = -(-count // rows)
+    tensor = torch.arange(len(blocks)).repeat_interleave(tiles)
+    first = (torch.arange(len(tensor)) - (tiles.cumsum(0) - tiles)[tensor]) * rows
+    place = (count.cumsum(0) - count)[tensor] + first
+    table = torch.stack([tensor, first, place, count[tensor] - first], 1)
+    return table.to(device, torch.int32, non_blocking=True)
