@@ -79,8 +79,14 @@ class TrainConfigManager(ConfigManager):
         from titan_muon.integration.checkpoint import with_crossing
         from titan_muon.integration.lr_schedule import followed_schedule
         from titan_muon.integration.metrics import OptimizerMetricsProcessor
+        from titan_muon.integration.ranges import check_ranges
 
-        config: Any = super().parse_args(args)
+        try:
+            config: Any = super().parse_args(args)
+        except AssertionError as error:
+            # torchtitan's configs check themselves so, once all values are known.
+            raise ConfigError(f"torchtitan refuses this config: {error}.") from error
+        check_ranges(config)
         config.lr_scheduler = followed_schedule(config.lr_scheduler)
         config.checkpoint = with_crossing(config.checkpoint)
         _check_optimizer(config)
