@@ -256,6 +256,27 @@ WRONG = {
         ["plan", *LLAMA, "--parallelism.pipeline_parallel_degree", "16"],
         "torchtitan cannot lay this model out on 16 ranks",
     ),
+    "rows that do not fit": (
+        ["plan", "{folder}/split.toml"],
+        "wqkv.weight: split [1, 2] sums to 3, but the matrix has 768 rows",
+    ),
+    "degree": (["plan", *LLAMA, *TP[:1], "0"], "[parallelism] tensor_parallel_degree = 0"),
+    "shard degree": (
+        ["plan", *LLAMA, "--parallelism.data_parallel_shard_degree", "0"],
+        "[parallelism] data_parallel_shard_degree = 0 is not allowed; use an integer >= 1, or -1",
+    ),
+    "log_freq": (["plan", *LLAMA, "--metrics.log_freq", "0"], "[metrics] log_freq = 0 is not"),
+    "max_norm": (["plan", *LLAMA, "--training.max_norm", "-1"], "max_norm = -1.0 is not allowed"),
+    "min_lr_factor": (
+        ["plan", *LLAMA, "--lr_scheduler.min_lr_factor", "-1"],
+        "[lr_scheduler] min_lr_factor = -1.0 is not allowed; use a number from 0 to 1",
+    ),
+    "torchtitan's assertion": (
+        ["plan", *LLAMA, "--validator.steps", "0"],
+        "torchtitan refuses this config: validation steps must be positive or -1",
+    ),
+    "misspelled flag": (["plan", *LLAMA, "--worldsize", "8"], "did you mean --world-size?"),
+    "underscore": (["plan", *LLAMA, "--per_parameter"], "did you mean --per-parameter?"),
     "rate": (["plan", *LLAMA, "--tflops", "0"], "must be a number > 0"),
     "name": (["options", "Moun"], "did you mean 'Muon'? Algorithms: "),
     "option": (["options", "momentun"], "did you mean 'momentum'?"),
@@ -263,9 +284,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("args", "part"), WRONG.values(), ids=WRONG)
-def test_one_message_and_code_2(args, part, capsys):
+def test_one_message_and_code_2(args, part, capsys, tmp_path):
+    (tmp_path / "split.toml").write_text(
+        '[model]\nname = "llama3"\nflavor = "debugmodel"\n[optimizer]\nsplit = [1, 2]\n'
+    )
     with pytest.raises(SystemExit) as stopped:
-        main.main(args)
+        main.main([word.replace("{folder}", str(tmp_path)) for word in args])
     assert stopped.value.code == 2
     output = capsys.readouterr()
     assert part in output.err

@@ -142,6 +142,21 @@ def test_quantised_state_without_torchao_is_refused_early(changes, monkeypatch):
         ({"options": {"rank": 3}}, ("rank is not an option of Muon",)),
         ({"imports": ["not_there"]}, ("optimizer.imports", "'not_there'", "PYTHONPATH")),
         ({"ns_method": "newton_schulz", "ns_steps": 11}, ("1..10", "11")),
+        ({"split": {"kind": "bloks", "rows": 64}}, ("optimizer: split kind 'bloks'", "'blocks'")),
+        ({"split": {"kind": "blocks"}}, ("needs the positive integer rows; got {}",)),
+        ({"split": {"kind": "fused_dim", "rows": 2}}, ("needs nothing beside it",)),
+        (
+            {
+                "param_groups": [
+                    ParamGroupConfig(
+                        pattern="wo",
+                        optimizer_name="Muon",
+                        optimizer_kwargs={"split": {"kind": "strided", "rows": 2}},
+                    )
+                ]
+            },
+            ("optimizer.param_groups.0: split kind 'strided' needs the positive integer count",),
+        ),
         ({"adamw": AdamWConfig(betas=(0.9, 1.0))}, ("optimizer.adamw: betas",)),
         ({"optimizer_factory_kwargs_by_name": {"DistMuon": {}}}, ("DistMuon", "Leave it out")),
         (

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,10 @@ __all__ = ["make_report", "run"]
 
 # Flags of training whose value may be a file too.
 _TAKE_A_FILE = ("--job.config_file", "--job.config-file", "--optimizer.recipe")
+_OWN_FLAGS = (
+    *("--world-size", "--per-parameter", "--json"),
+    *("--tflops", "--memory-gbs", "--link-gbs"),
+)
 _CHOOSE_A_MODEL = (*_TAKE_A_FILE[:2], "--module", "--model.name")
 
 
@@ -83,7 +88,11 @@ def make_report(
                 "this run has an optimizer of torchtitan's own, which has no plan: write "
                 '[optimizer] name = "Muon" into the file, or add --optimizer.name Muon.'
             )
-        figures.add(stage, assign_all(optimizer, stage.parts))
+        try:
+            figures.add(stage, assign_all(optimizer, stage.parts))
+        except ValueError as error:
+            # Options that do not fit a parameter show only now.
+            raise ConfigError(str(error)) from error
     optimizer = config.optimizer
     return Report(
         run=_describe(config),
@@ -134,6 +143,10 @@ def _parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if file is not None:
         args = ["--job.config_file", args[file], *args[:file], *args[file + 1 :]]
     given, training = parser.parse_known_args(args)
+    for flag in (word.partition("=")[0] for word in training):
+        meant = difflib.get_close_matches(flag, _OWN_FLAGS, n=1, cutoff=0.8)
+        if meant:
+            raise ConfigError(f"titan-muon plan: {flag} is not a flag, did you mean {meant[0]}?")
     if not any(a.partition("=")[0] in _CHOOSE_A_MODEL for a in training):
         raise ConfigError(
             "titan-muon plan: name a train config (FILE.toml), or a model by --module and --config."

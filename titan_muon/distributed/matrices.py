@@ -14,6 +14,7 @@ __all__ = [
     "block_rows",
     "by_row",
     "matrix_rule",
+    "parse_split",
     "row_shape",
 ]
 
@@ -76,7 +77,7 @@ def matrix_rule(
         stack = (1, shape[0], math.prod(shape[1:]))
     else:
         stack = (math.prod(shape[:-2]), shape[-2], shape[-1])
-    kind, numbers = _parse_split(split, name)
+    kind, numbers = parse_split(split, name)
     _check_rows(kind, numbers, stack[1], name)
     return MatrixRule(shape, stack, kind, numbers, flatten)
 
@@ -85,7 +86,7 @@ def _fused_dim_rule(
     shape: tuple[int, ...], split: Mapping[str, Any], flatten: bool, name: str
 ) -> MatrixRule:
     """Return the rule of (..., M, n, N), which is n matrices (M, N): strided rows of (M * n, N)."""
-    _parse_split(split, name)
+    parse_split(split, name)
     if len(shape) < 3 or flatten:
         raise ValueError(
             f"{name}: split kind 'fused_dim' takes (..., M, n, N), three dims or more, not "
@@ -147,7 +148,16 @@ def row_shape(rule: MatrixRule) -> tuple[int, ...]:
     return (rule.shape[0], 1) if rule.flattened else (*rule.shape[:-1], 1)
 
 
-def _parse_split(split: Any, name: str) -> tuple[str, tuple[int, ...]]:
+def parse_split(split: Any, name: str) -> tuple[str, tuple[int, ...]]:
+    """Return kind and numbers of a ``split``, as far as they can be checked without a shape.
+
+    Args:
+        split: As in :func:`matrix_rule`.
+        name: Used in errors.
+
+    Raises:
+        ValueError: An unknown kind, or numbers that it does not take.
+    """
     if split is None:
         return "whole", ()
     if not isinstance(split, Mapping):
@@ -161,10 +171,15 @@ def _parse_split(split: Any, name: str) -> tuple[str, tuple[int, ...]]:
     given = {k: v for k, v in split.items() if k != "kind"}
     if set(given) != set(keys) or not all(_is_positive(v) for v in given.values()):
         raise ValueError(
-            f"{name}: split kind {kind!r} needs the positive integers {', '.join(keys)}; "
-            f"got {given}."
+            f"{name}: split kind {kind!r} needs {_positive_integers(keys)}; got {given}."
         )
     return kind, tuple(given[k] for k in keys)
+
+
+def _positive_integers(keys: Sequence[str]) -> str:
+    if not keys:
+        return "nothing beside it"
+    return f"the positive integer{'s' * (len(keys) > 1)} {', '.join(keys)}"
 
 
 def _is_positive(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
+from titan_muon.distributed.matrices import parse_split
 from titan_muon.optim.algorithms import Algorithm, check_options, get_algorithm
 from titan_muon.optim.crossing import MOMENTUM_SOURCES, MomentumSource
 from titan_muon.optim.options import QUANTIZED
@@ -233,6 +234,7 @@ class OptimizerConfig(OptimizersContainer.Config):
         algorithm = _algorithm(self.name, where=_inside(where, "name"))
         check_options(algorithm.name, self.given(), where=where)
         _check_schedule(_known_to(algorithm, self.given()), where=where)
+        _check_split(self.given(), where=where)
         threshold = self.qk_clip_threshold
         if threshold is not None and not 0 < threshold < math.inf:
             raise ValueError(
@@ -276,6 +278,7 @@ class OptimizerConfig(OptimizersContainer.Config):
         check_options(algorithm.name, group.optimizer_kwargs, where=where)
         schedule_of = {**_known_to(algorithm, self.given()), **group.optimizer_kwargs}
         _check_schedule(schedule_of, where=where)
+        _check_split(group.optimizer_kwargs, where=where)
 
     def _kernels(self, algorithm: Algorithm) -> dict[str, Any]:
         """Return what ``implementation`` says to an algorithm that runs torch's own kernels."""
@@ -332,6 +335,12 @@ def _check_schedule(options: Mapping[str, Any], *, where: str) -> None:
         resolve_schedule(values["ns_method"], values["ns_steps"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _check_split(options: Mapping[str, Any], *, where: str) -> None:
+    """Refuse a split whose kind or numbers are wrong for every matrix."""
+    if options.get("split") is not None:
+        parse_split(options["split"], where)
 
 
 def _inside(where: str, name: str) -> str:
