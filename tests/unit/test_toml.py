@@ -458,6 +458,12 @@ def test_without_optimizer_table_the_model_keeps_its_own(tmp_path):
     assert config.optimizer.param_groups[0].optimizer_name == "AdamW"
 
 
+def test_empty_optimizer_table_asks_for_the_default(tmp_path):
+    config, _ = load(tmp_path, "[optimizer]")
+    assert isinstance(config.optimizer, OptimizerConfig)
+    assert config.optimizer.name == "Muon"
+
+
 def test_optimizer_table_replaces_the_groups_of_the_model(tmp_path):
     text = """
 [optimizer]

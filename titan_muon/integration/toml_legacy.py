@@ -160,6 +160,9 @@ def translate(raw: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], Pla
         verb = "are" if len(names) > 1 else "is"
         reason = f"{verb} gone in torchtitan 0.3.0 and not used: {GONE[pattern]}."
         place.notes.append(f"{place.file}: {spelled} {reason}")
+    if isinstance(raw.get("optimizer"), dict):
+        # Empty too, it asks for this package's optimizer.
+        table.setdefault("optimizer", {})
     return table, Place(place.file, place.table, moved, place.notes)
 
 
