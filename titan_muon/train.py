@@ -13,8 +13,6 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from titan_muon.integration.toml_place import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +36,11 @@ def parse(args: Sequence[str] | None = None) -> "Trainer.Config":
         ConfigError: A mistake in a file or a flag; nothing distributed has been touched.
         SystemExit: Help was printed, or tyro refused a flag.
     """
-    on_cpu = _install_cpu_runtime()
+    from titan_muon.integration.cpu_runtime import adapt_config, install, needs_cpu_runtime
+
+    on_cpu = needs_cpu_runtime()
+    if on_cpu:
+        install()
     from titan_muon.integration.data import register_datasets
     from titan_muon.integration.manager import TrainConfigManager
 
@@ -49,8 +51,6 @@ def parse(args: Sequence[str] | None = None) -> "Trainer.Config":
         for note in manager.notes:
             _logger.warning(note)
     if on_cpu:
-        from titan_muon.integration.cpu_runtime import adapt_config
-
         try:
             config = adapt_config(config)
         except ValueError as error:
@@ -81,20 +81,6 @@ class _Parsed:
 
     def parse_args(self) -> "Trainer.Config":
         return self._config
-
-
-def _install_cpu_runtime() -> bool:
-    """Prepare torchtitan for a machine without an accelerator; return whether this is one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and accelerator.type != "mps":
-        # The CPU runtime is not even imported here. Apple's GPU is none to torchtitan.
-        return False
-    from titan_muon.integration.cpu_runtime import install, needs_cpu_runtime
-
-    if not needs_cpu_runtime():
-        return False
-    install()
-    return True
 
 
 def _prepare_data(config: Any) -> None:

@@ -7,7 +7,6 @@ import sys
 import types
 from typing import Any
 
-import torch
 import torch._utils
 
 _DEVICE_TYPE = "cpu"
@@ -20,15 +19,6 @@ class _Properties:
     def __init__(self, total_memory: int) -> None:
         self.name = _processor_name()
         self.total_memory = total_memory
-
-
-def available_accelerator() -> str | None:
-    """Return the accelerator torchtitan can train on, or None.
-
-    Apple's "mps" counts as none: torchtitan's collectives and attention do not run there.
-    """
-    device_type = torch._utils._get_available_device_type()
-    return None if device_type == "mps" else device_type
 
 
 def install_device_module() -> None:

@@ -1,4 +1,4 @@
-"""What torchtitan needs to train on a CPU with gloo; never imported where there is a GPU."""
+"""What torchtitan needs to train on a CPU with gloo; nothing changes before :func:`install`."""
 
 import dataclasses
 import functools
@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
-
-from titan_muon.integration.cpu_device import available_accelerator, install_device_module
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -18,8 +17,12 @@ _DEFAULT_SEED = 0
 
 
 def needs_cpu_runtime() -> bool:
-    """Return whether this machine has no accelerator that torchtitan can train on."""
-    return available_accelerator() is None
+    """Return whether this machine has no accelerator that torchtitan can train on.
+
+    Apple's counts as none: torchtitan's collectives and attention do not run there.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is None or accelerator.type == "mps"
 
 
 def install() -> None:
@@ -28,9 +31,10 @@ def install() -> None:
     Changes torchtitan's device module and the one collective that gloo lacks, and says so in
     one log line. Calling it again is harmless.
     """
-    install_device_module()
     from titan_muon.integration.cpu_collectives import install_all_to_all
+    from titan_muon.integration.cpu_device import install_device_module
 
+    install_device_module()
     install_all_to_all()
     _logger.info("No accelerator found: torchtitan trains on the CPU with gloo.")
 
