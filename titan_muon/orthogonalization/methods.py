@@ -55,7 +55,6 @@ def orthogonalize_batch(
     dtype: torch.dtype,
     evaluation: str = "auto",
     batch_size: int | None = None,
-    max_work_bytes: int | None = None,
 ) -> Tensor:
     """Replace every matrix of a batch by its approximate polar factor.
 
@@ -67,18 +66,16 @@ def orthogonalize_batch(
             float32 products on CUDA follow torch's own TF32 switch.
         evaluation: ``"standard"``, ``"gram"``, or ``"auto"``: the cheaper one that is accurate.
         batch_size: Most matrices in one launch; None for no limit.
-        max_work_bytes: Bound on the work buffers beside the result, in bytes; at least one matrix
-            is always computed. None for no limit.
 
     Returns:
         Same shape as ``x``, in ``dtype``. A zero matrix gives zeros; a NaN or an infinity makes its
         own matrix NaN and no other.
 
     Raises:
-        ValueError: A bad shape, ``evaluation``, ``batch_size`` or ``max_work_bytes``.
+        ValueError: A bad shape, ``evaluation`` or ``batch_size``.
         TypeError: ``x`` is a DTensor or not a float tensor.
     """
-    _check(x, evaluation, batch_size, max_work_bytes)
+    _check(x, evaluation, batch_size)
     rows, columns = x.shape[-2:]
     result = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel() == 0:
@@ -89,8 +86,8 @@ def orthogonalize_batch(
         source, target = source.mT, target.mT
     ops = select_operations(min(rows, columns), dtype, x.device)
     chosen, _ = choose_evaluation(rows, columns, dtype, schedule, ops, evaluation)
-    size = _chunk_size(source.shape, dtype, chosen, batch_size, max_work_bytes)
-    for start in range(0, source.shape[0], size):
+    size = len(source) if batch_size is None else batch_size
+    for start in range(0, len(source), size):
         part = slice(start, start + size)
         _run(source[part], target[part], schedule, chosen, ops)
     return result
@@ -291,20 +288,7 @@ def _norms(x: Tensor, accumulate: torch.dtype) -> Tensor:
     return bounded_norms(norm, largest, (x.shape[-2] * x.shape[-1]) ** 0.5)
 
 
-def _chunk_size(
-    shape: torch.Size,
-    dtype: torch.dtype,
-    evaluation: str,
-    batch_size: int | None,
-    max_work_bytes: int | None,
-) -> int:
-    size = shape[0] if batch_size is None else min(batch_size, shape[0])
-    if max_work_bytes is not None:
-        size = min(size, max_work_bytes // work_bytes(shape[1], shape[2], dtype, evaluation))
-    return max(1, size)
-
-
-def _check(x: Tensor, evaluation: str, batch_size: int | None, max_work_bytes: int | None) -> None:
+def _check(x: Tensor, evaluation: str, batch_size: int | None) -> None:
     if hasattr(x, "device_mesh"):
         raise TypeError("orthogonalize_batch takes plain tensors, got a DTensor; gather it first.")
     if not x.is_floating_point():
@@ -315,6 +299,5 @@ def _check(x: Tensor, evaluation: str, batch_size: int | None, max_work_bytes: i
         raise ValueError(
             f"evaluation {evaluation!r} is unknown. Use one of {', '.join(EVALUATIONS)}."
         )
-    for name, value in (("batch_size", batch_size), ("max_work_bytes", max_work_bytes)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, or None for no limit, got {value}.")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, or None for no limit, got {batch_size}.")
