@@ -19,8 +19,6 @@ fi
 [ -f "$config" ] || die "train config $config does not exist; see $ROOT/train_configs"
 
 setup torchtitan
-data=${TITAN_MUON_DATA:-outputs/data}
-[ -f "$data/manifest.json" ] || python -m titan_muon.integration.data --output "$data"
 
 gpus=$(count_gpus)
 if [ "$gpus" -eq 0 ]; then
