@@ -11,18 +11,13 @@ without sharding, run by rank 0 alone. Without GPUs it runs on gloo with small s
 import argparse
 import os
 import random
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_step import WORKLOADS, Run, competitors, heading
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from bench_step import WORKLOADS, Run, competitors, heading
 
 from titan_muon import Muon
 
@@ -116,7 +111,7 @@ def report(name, shapes, layout: Layout, device: torch.device, steps: int) -> No
     for label, factory in factories.items():
         try:
             runs[label] = ShardedRun(factory, shapes, layout, device)
-        except Exception as error:  # noqa: BLE001 - a peer may fail in any way; say so and go on
+        except Exception as error:  # a peer may fail in any way; say so and go on
             failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
     turns = list(runs.values())
     shuffle = random.Random(0).shuffle

@@ -10,14 +10,13 @@ small shapes run, in float32 and float64.
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
+from bench_step import heading
 from torch import Tensor
 
 from titan_muon.kernels import select_operations
@@ -67,27 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.quick:
         shapes = shapes[::3]
     schedule = resolve_schedule(options.method)
-    print_header(device)
+    print(heading(device))
     for shape in shapes:
         print_table(shape, device, schedule, repeats=5 if options.quick else 12)
-
-
-def print_header(device: torch.device) -> None:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    packages = [f"torch {torch.__version__}"]
-    for package in ("triton", "gram-newton-schulz"):
-        try:
-            packages.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            packages.append(f"{package} not installed")
-    print(f"{name}; {'; '.join(packages)}")
-    if device.type == "cuda":
-        print(f"bfloat16 matrix product, 8192 cubed: {matmul_peak(device):.0f} TFLOP/s")
-
-
-def matmul_peak(device: torch.device) -> float:
-    x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    return 2 * 8192**3 / milliseconds(lambda: x @ x, device, 10)[0] / 1e9
 
 
 def print_table(
@@ -229,4 +210,4 @@ def milliseconds(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -112,7 +112,7 @@ def table(
     for label, factory in factories.items():
         try:
             runs[label] = Run(factory, shapes, device)
-        except Exception as error:  # noqa: BLE001 - a peer may fail in any way; say so and go on
+        except Exception as error:  # a peer may fail in any way; say so and go on
             failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
     turns = list(runs.values())
     shuffle = random.Random(0).shuffle
@@ -197,7 +197,7 @@ class Run:
 def heading(device: torch.device) -> str:
     """Return hardware, versions, and the matmul peak of this run."""
     found = [f"torch {torch.__version__}", f"python {sys.version.split()[0]}"]
-    for package in ("triton", "muonium", "dtensor-muon", "dion"):
+    for package in ("triton", "gram-newton-schulz", "muonium", "dtensor-muon", "dion"):
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
