@@ -47,7 +47,7 @@ def cut(
     tables: BatchTables, index: BatchIndex, units: Sequence[Unit], kind: Kind, shards: StepShards
 ) -> Batch:
     """Fill a batch from this rank's own shards."""
-    ops, device = kind.ops, shards.sent.device
+    ops, device = kind.ops, shards.squares.device
     stack, normalized = _empty_stack(units, kind, kind.state_dtype, device)
     ops.emit(
         shards.gradients.grads,
@@ -107,7 +107,7 @@ def assemble(
 def write_own(batch: Batch, shards: StepShards) -> None:
     """Write the updates and buffers of a batch that stays on this rank."""
     kind, tables = batch.kind, batch.tables
-    factors = torch.zeros(len(shards.sent), device=shards.sent.device, dtype=kind.wide)
+    factors = torch.zeros(len(shards.squares), device=shards.squares.device, dtype=kind.wide)
     factors[batch.index.own_pieces] = _scales(batch).to(kind.wide)
     kind.ops.write(
         shards.params,

@@ -1,6 +1,7 @@
 """This rank's shards in one step: gradients, momenta, weights, and what was measured of them."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +13,10 @@ from titan_muon.optim.matrix_math import inverse_norms
 from titan_muon.optim.members import Gradients, Member
 
 __all__ = ["StepShards"]
+
+# What follows from the measurements, computed when it is asked for: what stays on a rank needs no
+# headers, what travels no norms.
+_DERIVED = ("inverse_norms", "sent_factors", "headers", "_sent")
 
 
 class StepShards:
@@ -27,12 +32,8 @@ class StepShards:
         gradients, params: Local tensors, one a parameter.
         flags: (own pieces,), 1 where this rank has a gradient and the step writes; None if
             everywhere.
-        inverse_norms: (own pieces,), 1 / norm of the direction, where one rank holds all of it.
-            Like all that follows, of the pieces that were advanced.
-        sent, sent_factors: (own pieces,), exponents by which 16-bit parcels are scaled, and the
-            powers of two themselves.
-        squares: (own pieces,), sums of squares of the weights; zeros where no option needs them.
-        headers: (own pieces, fields), the headers of the parcels.
+        squares: (own pieces,), sums of squares of the weights of what was advanced; zeros where no
+            option needs them.
     """
 
     def __init__(
@@ -76,12 +77,28 @@ class StepShards:
             if kind.group["adjust_lr_fn"] == "match_param_rms":
                 squares = kind.ops.statistics(self.params, table)[:, 1]
                 self.squares = self.squares + squares.to(device)
-        largest, square_sums = self._statistics.unbind(dim=1)
-        self.inverse_norms = inverse_norms(largest, square_sums, self._elements)
-        self.sent = exponents(largest)
-        self.sent_factors = power_of_two(-self.sent)
-        header = [self.sent, self._flags, self.squares, largest, square_sums]
-        self.headers = torch.stack(header, dim=1).float()
+        for name in _DERIVED:
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def inverse_norms(self) -> Tensor:
+        """(own pieces,), 1 / norm of the direction, where one rank holds all of it."""
+        return inverse_norms(self._statistics[:, 0], self._statistics[:, 1], self._elements)
+
+    @cached_property
+    def sent_factors(self) -> Tensor:
+        """(own pieces,), the powers of two by which 16-bit parcels are scaled."""
+        return power_of_two(-self._sent)
+
+    @cached_property
+    def headers(self) -> Tensor:
+        """(own pieces, fields), the headers of the parcels."""
+        header = [self._sent, self._flags, self.squares, *self._statistics.unbind(dim=1)]
+        return torch.stack(header, dim=1).float()
+
+    @cached_property
+    def _sent(self) -> Tensor:
+        return exponents(self._statistics[:, 0])
 
     def restore(self) -> None:
         """Write back the weights that had to be copied."""
