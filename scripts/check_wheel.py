@@ -3,6 +3,7 @@
 import importlib.resources
 import importlib.util
 import sys
+from pathlib import Path
 
 import torch
 
@@ -30,6 +31,15 @@ def check_import() -> None:
         raise SystemExit("the wheel lacks titan_muon/py.typed")
 
 
+def check_recipes() -> None:
+    # A recipe that is not there is no error, since a registered algorithm need not have one.
+    from titan_muon.integration.toml_optimizer import recipe_names
+
+    wanted = sorted(path.stem for path in (Path(__file__).parents[1] / "configs").glob("*.toml"))
+    if recipe_names() != wanted:
+        raise SystemExit(f"the wheel has the recipes {recipe_names()}, not {wanted}")
+
+
 def check_step() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8, bias=False)
@@ -44,6 +54,7 @@ def check_step() -> None:
 if __name__ == "__main__":
     check_environment()
     check_import()
+    check_recipes()
     check_step()
     version, torch_version = titan_muon.__version__, torch.__version__
     print(f"wheel: titan_muon {version} imports and steps with torch {torch_version} alone")
