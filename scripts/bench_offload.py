@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from titan_muon import Muon
+from titan_muon.optim.stopwatch import Stopwatch
 
 
 class Weights(nn.Module):
@@ -55,12 +56,10 @@ def measure(params: list[nn.Parameter], steps: int) -> tuple[float, float]:
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        start.record()
-        optimizer.step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        clock = Stopwatch(torch.device("cuda"))
+        with clock.part("step"):
+            optimizer.step()
+        times.append(1e3 * clock.seconds()["step"])
     return median(times[2:]), (torch.cuda.max_memory_allocated() - before) / 2**30
 
 

@@ -10,7 +10,6 @@ the script works.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from titan_muon import HybridMuonAdamW
 from titan_muon.optim.qk_clip import QKClip, head_rows, observe
+from titan_muon.optim.stopwatch import Stopwatch
 
 
 class Shape(NamedTuple):
@@ -98,16 +98,10 @@ def clip_of(blocks: Sequence[Block], shape: Shape) -> tuple[QKClip, list[Tensor]
 
 def timed(device: torch.device, work: Callable[[], object]) -> float:
     """Return milliseconds of one call."""
-    if device.type == "cpu":
-        start = time.perf_counter()
+    clock = Stopwatch(device)
+    with clock.part("all"):
         work()
-        return 1e3 * (time.perf_counter() - start)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    return 1e3 * clock.seconds()["all"]
 
 
 def in_turns(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from titan_muon import Muon
+from titan_muon.optim.stopwatch import Stopwatch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
@@ -77,7 +78,10 @@ def test_steps_on_a_gpu_that_is_not_the_current_one():
         optimizer = Muon(groups, lr=0.02, weight_decay=0.1)
         assert torch.cuda.current_device() == 0
         for seed in range(3):
-            _step(optimizer, params, seed)
+            clock = Stopwatch(torch.device(device))
+            with clock.part("step"):
+                _step(optimizer, params, seed)
+            assert clock.seconds()["step"] > 0
         results.append([p.detach().cpu() for p in params])
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)

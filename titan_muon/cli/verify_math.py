@@ -1,13 +1,13 @@
 """Numerical checks of the orthogonalization on one device: accuracy, singular values, speed."""
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from titan_muon.optim.stopwatch import Stopwatch
 from titan_muon.orthogonalization import (
     Schedule,
     explain,
@@ -188,11 +188,8 @@ def _milliseconds(function: Callable[[], Tensor], device: torch.device) -> float
     times = []
     function()
     for _ in range(_REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - start))
+        clock = Stopwatch(device)
+        with clock.part("all"):
+            function()
+        times.append(1e3 * clock.seconds()["all"])
     return statistics.median(times)

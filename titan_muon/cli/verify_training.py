@@ -14,6 +14,7 @@ from torch.nn import functional
 from titan_muon.integration.data import is_held_out, read_documents
 from titan_muon.optim import Muon
 from titan_muon.optim.param_groups import param_groups
+from titan_muon.optim.stopwatch import Stopwatch
 
 __all__ = ["Curve", "compare_optimizers", "load_text"]
 
@@ -159,21 +160,20 @@ def _train(
     optimizer = Muon(groups, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: _factor(i, steps))
     generator = torch.Generator().manual_seed(1)
-    curve, times = Curve(name, lr), []
+    curve, clocks = Curve(name, lr), []
     start = time.perf_counter()
     for step in range(1, steps + 1):
         loss = _loss(model, _batch(text[0], size, generator).to(device))
         loss.backward()
         curve.losses.append(loss.item())
-        begin = time.perf_counter()
-        optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - begin))
+        clocks.append(clock := Stopwatch(device))
+        with clock.part("step"):
+            optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         on_step(step)
-    curve.seconds, curve.step_milliseconds = time.perf_counter() - start, statistics.median(times)
+    curve.step_milliseconds = 1e3 * statistics.median(c.seconds()["step"] for c in clocks)
+    curve.seconds = time.perf_counter() - start
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         batches = [_batch(text[1], size, generator).to(device) for _ in range(_VALIDATIONS)]

@@ -18,7 +18,7 @@ class Stopwatch:
 
     Args:
         device: Where the work runs. On a CPU the clock is read; elsewhere events are recorded on
-            the current stream, and nothing waits before :meth:`seconds`.
+            the device's current stream, and nothing waits before :meth:`seconds`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class Stopwatch:
         if self._device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
-        event.record()
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def _between(self, start: Any, stop: Any) -> float:
