@@ -143,7 +143,11 @@ WRONG = {
     ),
     "schedule": (table("optimizer", 'ns_method = "polar"'), "'polar'", "polar_express"),
     "steps outside the schedule": (table("optimizer", "ns_steps = 9"), "ns_steps", "1..5", "9"),
-    "betas": (table("optimizer.adamw", "betas = [0.9]"), "[optimizer.adamw] betas", "array of 2"),
+    "betas": (
+        table("optimizer.adamw", "betas = [0.9]"),
+        "[optimizer.adamw] betas = [0.9] must be an array of 2",
+        "not an array of 1.",
+    ),
     "adamw option": (
         table("optimizer.adamw", "momentum = 0.9"),
         "[optimizer.adamw] momentum",
@@ -157,7 +161,10 @@ WRONG = {
     ),
     "imports": (table("optimizer", "imports = ['no_such_pkg']"), "imports", "'no_such_pkg'"),
     "recipe": (table("optimizer", 'recipe = "moun"'), '"moun" is not a recipe', "'muon'", "adamw"),
-    "recipe path": (table("optimizer", 'recipe = "./r.toml"'), "r.toml: no such file"),
+    "recipe path": (
+        table("optimizer", 'recipe = "./r.toml"'),
+        '[optimizer] recipe = "./r.toml": no such file',
+    ),
     "group without pattern": (
         table("[optimizer.param_groups]", "name = 'AdamW'"),
         "[optimizer.param_groups.0] has no pattern",
@@ -228,6 +235,9 @@ WRONG_MODEL = {
     "no name": ("[model]\nflavor = '8B'", "[model] is missing", "llama3"),
     "no flavor": ("[model]\nname = 'llama3'", "[model] flavor is missing", "llama3_8b"),
     "name": ("[model]\nname = 'lama3'\nflavor = '8B'", '"lama3"', "'llama3'", "deepseek_v3"),
+    "empty name": ("[model]\nname = ''\nflavor = '8B'", '"" is neither a torchtitan model'),
+    "path": ("[model]\nname = '../x'\nflavor = '8B'", '"../x" is neither a torchtitan model'),
+    "no functions": ("[model]\nname = 'os'\nconfig = 'x'", "Config functions: none."),
     "flavor": (
         "[model]\nname = 'llama3'\nflavor = '7B'",
         '[model] flavor = "7B" is not a flavor of "llama3"',
@@ -503,6 +513,23 @@ def test_groups_without_name_follow_the_run(tmp_path, flag):
     assert options["lr"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (OptimizerRequest(recipe="moun"), 'command line: [optimizer] recipe = "moun"'),
+        (OptimizerRequest(recipe="./r.toml"), 'command line: [optimizer] recipe = "./r.toml"'),
+        (OptimizerRequest(imports=["no_such"]), "command line: [optimizer] imports"),
+        (OptimizerRequest(name="Moun"), "command line: [optimizer] name"),
+    ],
+)
+def test_mistakes_in_a_flag_do_not_name_the_file(tmp_path, chosen, message):
+    file = tmp_path / "run.toml"
+    file.write_text(MODEL + table("optimizer", "lr = 0.5"))
+    with pytest.raises(ConfigError) as raised:
+        load_train_config(Selection(file=str(file), optimizer=chosen))
+    assert str(raised.value).startswith(message)
+
+
 def test_recipe_beside_the_file_and_none(tmp_path):
     recipe = "[optimizer]\nname = 'NorMuon'\nlr = 0.5\n[optimizer.adamw]\nlr = 0.25\n"
     (tmp_path / "mine.toml").write_text(recipe)
@@ -511,6 +538,8 @@ def test_recipe_beside_the_file_and_none(tmp_path):
     assert (optimizer.name, optimizer.lr, optimizer.adamw.lr) == ("NorMuon", 0.5, 0.25)
     assert optimizer.momentum == 0.5
     assert optimizer.adjust_lr_fn is None
+    flag = Selection(file=str(tmp_path / "x.toml"), optimizer=OptimizerRequest(recipe="mine.toml"))
+    assert load_train_config(flag)[0].optimizer.lr == 0.5
     assert load(tmp_path, table("optimizer", "recipe = 'none'"))[0].optimizer.lr is None
     assert load(tmp_path, table("optimizer", "recipe = 'AdamW'"))[0].optimizer.name == "AdamW"
 

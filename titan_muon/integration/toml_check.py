@@ -217,6 +217,8 @@ def _plain(hint: Any) -> Any:
 
 def _wrong_type(value: Any, hint: Any, place: Place, key: str) -> ConfigError:
     got = _TOML_WORDS.get(type(value), "a date or time")
+    if isinstance(value, list) and get_origin(_plain(hint)) is tuple:
+        got = f"an array of {len(value)}"
     return place.refused(key, value, _in_words(hint), f", not {got}.")
 
 

@@ -82,7 +82,7 @@ def registry_function(
         raise ConfigError(
             f"{wheres.get(key, model.at(key))} = {toml_repr(choice)} is not {kind} of "
             f"{toml_repr(name)}{nearest(wanted, functions) or '.'} "
-            f"Config functions: {', '.join(functions)}."
+            f"Config functions: {', '.join(functions) or 'none'}."
         )
     return found
 
@@ -94,6 +94,9 @@ def _registry_module(name: str, where: str) -> ModuleType:
     candidates = [f"{name}.config_registry", name]
     if name in _supported_models | _supported_experiments:
         candidates = [f"{folder}.{name}.config_registry" for folder in _FOLDERS]
+    elif not all(part.isidentifier() for part in name.split(".")):
+        # A path or nothing at all: no module has such a name.
+        candidates = []
     for candidate in candidates:
         try:
             return importlib.import_module(candidate)

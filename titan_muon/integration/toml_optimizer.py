@@ -95,12 +95,15 @@ def build_optimizer(
     recipe = table.pop("recipe", None)
     if recipe is not None:
         recipe = convert(recipe, str, place, "recipe")
-    recipe = request.recipe or recipe
-    _import_early([*_imports(table, place), *request.imports], place)
+    _import_early(_imports(table, place), place)
+    flags = Place("command line", "optimizer")
+    _import_early(request.imports, flags)
     if request.name is not None:
-        table["name"] = _known_name(request.name, Place("command line", "optimizer"))
+        table["name"] = _known_name(request.name, flags)
     name = _known_name(table["name"], place) if "name" in table else None
-    found = _find_recipe(recipe, name or config.name, place)
+    where = place if request.recipe is None else flags
+    folder = Path(place.file).parent
+    found = _find_recipe(request.recipe or recipe, name or config.name, where, folder)
     if found is not None:
         recipe_place, recipe_table = found
         _lay_over(config, recipe_table, recipe_place)
@@ -198,9 +201,16 @@ def _recipe_folder() -> Path:
 
 
 def _find_recipe(
-    recipe: str | None, name: str, place: Place
+    recipe: str | None, name: str, place: Place, folder: Path
 ) -> tuple[Place, dict[str, Any]] | None:
-    """Return a recipe's place and ``[optimizer]`` table, or None where there is none to read."""
+    """Return a recipe's place and ``[optimizer]`` table, or None where there is none to read.
+
+    Args:
+        recipe: As the user wrote it, at ``place``.
+        name: Algorithm, whose own recipe is the default.
+        place: Where errors say it was written.
+        folder: Of the train config; a path is looked for there first.
+    """
     if recipe == NO_RECIPE:
         return None
     if recipe is None:
@@ -208,8 +218,14 @@ def _find_recipe(
         # A registered algorithm need not have a recipe.
         return _read_recipe(path, place) if path.is_file() else None
     if "/" in recipe or recipe.endswith(".toml"):
-        beside = Path(place.file).parent / recipe
-        return _read_recipe(beside if beside.is_file() else Path(recipe), place)
+        beside = folder / recipe
+        path = beside if beside.is_file() else Path(recipe)
+        if not path.exists():
+            raise ConfigError(
+                f'{place.at("recipe")} = "{recipe}": no such file, neither in the working folder '
+                "nor beside the train config."
+            )
+        return _read_recipe(path, place)
     names = recipe_names()
     if recipe.lower() not in names:
         raise ConfigError(
