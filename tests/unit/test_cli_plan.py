@@ -278,6 +278,9 @@ WRONG = {
     "misspelled flag": (["plan", *LLAMA, "--worldsize", "8"], "did you mean --world-size?"),
     "underscore": (["plan", *LLAMA, "--per_parameter"], "did you mean --per-parameter?"),
     "rate": (["plan", *LLAMA, "--tflops", "0"], "must be a number > 0"),
+    "no number": (["plan", *LLAMA, "--tflops", "abc"], "abc must be a number > 0"),
+    "no integer": (["verify", "--steps", "1.5"], "1.5 must be an integer >= 1"),
+    "meta device": (["verify", "--device", "meta"], "--device meta cannot be used here"),
     "name": (["options", "Moun"], "did you mean 'Muon'? Algorithms: "),
     "option": (["options", "momentun"], "did you mean 'momentum'?"),
 }

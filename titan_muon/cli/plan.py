@@ -161,7 +161,10 @@ def _is_file(args: Sequence[str], index: int) -> bool:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} must be a number > 0")
     return value

@@ -162,10 +162,9 @@ def _parse(args: list[str]) -> argparse.Namespace:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be an integer >= 1")
-    return value
+    return int(text)
 
 
 def _device(name: str | None) -> torch.device:
@@ -173,7 +172,7 @@ def _device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device {name} cannot be used here: {error}") from None
     return device
