@@ -152,7 +152,7 @@ def _launch(
 
 
 # State keeps its addresses; what was fetched from elsewhere mostly gets the same ones again.
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _pointers(addresses: tuple[int, ...], device: torch.device) -> tuple[Tensor, bool]:
     table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
     return table, all(address % 16 == 0 for address in addresses[::2])

@@ -100,12 +100,11 @@ class _Shard:
         self._live = [param, *(state[key] for key in self.sliced)]
         formats = [t.format if isinstance(t, Quantized) else t.dtype for t in self._live]
         self.kind = grad.dtype, *formats, *self.sliced, rounding is None
-        self.dtype = param.dtype
+        self.dtype, self.device = param.dtype, param.device
         self.flat = [t if isinstance(t, Quantized) else t.reshape(-1) for t in self._live]
         self.flat_grad = grad.reshape(-1)
-        self.whole = {k: t for k, t in state.items() if isinstance(t, Tensor)}
-        for key in self.sliced:
-            self.whole.pop(key, None)
+        items = [(k, t) for k, t in state.items() if k not in self.sliced]
+        self.whole = {k: t for k, t in items if isinstance(t, Tensor)}
         # Each chunk of a shard takes the same step.
         cut = self.size > CHUNK
         self.before = {k: t.clone() for k, t in self.whole.items()} if cut else {}
@@ -147,7 +146,7 @@ def _step_sections(
     conditional: bool,
 ) -> None:
     first = sections[0].shard
-    transfers = Transfers(first.flat_grad.device)
+    transfers = Transfers(first.device)
     work = torch.float64 if first.dtype == torch.float64 else torch.float32
     lent = []
 
@@ -161,7 +160,7 @@ def _step_sections(
     for number in range(len(first.flat)):
         parts = [section(s.flat[number], start, stop) for s, start, stop in sections]
         lent.append(Loan(parts, transfers, work, None if number else narrow))
-    grads = Loan([s.flat_grad[start:stop] for s, start, stop in sections], transfers, work)
+    grads = Loan([section(s.flat_grad, *at) for s, *at in sections], transfers, work)
     for loan in (*lent, grads):
         loan.open()
     states = []

@@ -164,5 +164,5 @@ class Loan:
 
     def _cut(self, values: Tensor) -> list[Tensor]:
         """Return views of flat values, one a tensor."""
-        pieces = values.split([math.prod(shape) for shape in self._shapes])
+        pieces = values.split_with_sizes([math.prod(shape) for shape in self._shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]

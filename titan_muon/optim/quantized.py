@@ -153,13 +153,13 @@ def section(tensor: Tensor | Quantized, start: int, stop: int) -> Tensor | Quant
         start, stop: Half-open range.
     """
     if isinstance(tensor, Tensor):
-        return tensor[start:stop]
+        return tensor if stop - start == len(tensor) else tensor[start:stop]
     codes, scale, size = tensor.codes, tensor.scale, math.prod(tensor.shape)
     if stop - start < size:
         packed, block = size // codes.numel(), size // scale.numel()
         codes = codes.view(-1)[start // packed : stop // packed]
         scale = scale[start // block : stop // block]
-    return tensor._replace(codes=codes, scale=scale, shape=(stop - start,))
+    return Quantized(codes, scale, (stop - start,), tensor.format, tensor.signed)
 
 
 def clone_state(tensor: Tensor) -> Tensor:
