@@ -10,7 +10,10 @@ from tests.unit.test_quantize import (
     coding_of,
     parts_of,
 )
+from titan_muon import Muon
+from titan_muon.kernels import quantize
 from titan_muon.kernels.quantize import decode, encode
+from titan_muon.optim import elements
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,3 +61,31 @@ def test_state_is_decoded_as_by_torchao(name, signed):
     # One rounding of the format, relative to the norm.
     bound = {"int8": 0.02, "float8": 0.05, "int4": 0.2}[name]
     assert 0 < (got - values).norm() / values.norm() < bound
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("algorithm", ["adamw", "adamuon"])
+def test_steps_are_those_of_the_torch_definition(algorithm, name, monkeypatch):
+    pytest.importorskip("torchao")
+    runs = []
+    for fault in (None, "tested without"):
+        monkeypatch.setattr(quantize, "device_fault", lambda _, fault=fault: fault)
+        # Several chunks, one of them with parts of two parameters.
+        monkeypatch.setattr(elements, "CHUNK", 1 << 15)
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(128, 384), (256, 128), (2, 64, 128)]
+        params = [torch.nn.Parameter(torch.randn(s, generator=generator).cuda()) for s in shapes]
+        options = {"state_dtype": name, "nonfinite": "skip", "max_stage_bytes": 64 << 16}
+        optimizer = Muon([{"params": params, "algorithm": algorithm}], lr=0.02, **options)
+        for step in range(4):
+            grads = [torch.randn(s, generator=generator).cuda() for s in shapes]
+            if step == 2:
+                grads[0][3, 4] = float("nan")
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            optimizer.step()
+        runs.append([p.detach() for p in params])
+    for kernels, torch_only in zip(*runs, strict=True):
+        # Not a bit; AdaMuon's products would have to be added in the same order.
+        error = (kernels - torch_only).norm() / torch_only.norm()
+        assert error <= (0 if algorithm == "adamw" else 1e-6)
