@@ -12,6 +12,8 @@ from titan_muon.orthogonalization import orthogonalize_batch, resolve_dtype, res
 
 __all__ = ["orthogonalize"]
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @overload
 def orthogonalize(
@@ -57,16 +59,23 @@ def orthogonalize(
 
     Raises:
         ValueError: Unknown schedule or dtype, a step count out of range, fewer than two dims.
-        TypeError: Not a float tensor.
+        TypeError: Neither a tensor nor a list of them, or one that is sparse or not of a real float
+            dtype of 16 bits or more.
         NotImplementedError: A DTensor with a ``Partial`` placement.
 
     Collective: for a DTensor all ranks of its mesh; every rank then computes the whole matrix.
     """
-    if not isinstance(x, Tensor):
+    if isinstance(x, list | tuple):
         return [
-            orthogonalize(item, ns_method=ns_method, ns_steps=ns_steps, ns_dtype=ns_dtype)
-            for item in x
+            orthogonalize(
+                _checked(item, f"x[{index}]"),
+                ns_method=ns_method,
+                ns_steps=ns_steps,
+                ns_dtype=ns_dtype,
+            )
+            for index, item in enumerate(x)
         ]
+    x = _checked(x, "x")
     schedule = resolve_schedule(ns_method, ns_steps)
     whole = x
     if is_dtensor(x):
@@ -77,3 +86,18 @@ def orthogonalize(
     if not is_dtensor(x):
         return result
     return with_local(x, local_slice(x, result).to(local_of(x).device))
+
+
+def _checked(x: object, name: str) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"orthogonalize: {name} is a {type(x).__name__}; give a tensor or a list of tensors"
+        )
+    if x.dtype not in _DTYPES or x.layout != torch.strided:
+        raise TypeError(
+            f"orthogonalize: {name} has dtype {x.dtype} and layout {x.layout}; use a dense tensor "
+            "of float16, bfloat16, float32 or float64"
+        )
+    if x.ndim < 2:
+        raise ValueError(f"orthogonalize: {name} has shape {tuple(x.shape)}, needs (..., M, N)")
+    return x

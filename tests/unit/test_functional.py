@@ -41,6 +41,24 @@ def test_batch_equals_loop():
     )
 
 
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        ("abc", TypeError, "orthogonalize: x is a str; give a tensor"),
+        (None, TypeError, "orthogonalize: x is a NoneType"),
+        ([[1.0, 2.0], [3.0, 4.0]], TypeError, r"orthogonalize: x\[0\] is a list"),
+        ([_matrix(3, 3), _matrix(4)], ValueError, r"orthogonalize: x\[1\] has shape \(4,\)"),
+        (_matrix(3, 3).to(torch.float8_e4m3fn), TypeError, "x has dtype torch.float8_e4m3fn"),
+        (_matrix(3, 3).to(torch.complex64), TypeError, "x has dtype torch.complex64"),
+        (_matrix(3, 3).to_sparse(), TypeError, "layout torch.sparse_coo; use a dense tensor"),
+    ],
+    ids=["string", "none", "numbers", "vector", "float8", "complex", "sparse"],
+)
+def test_what_is_no_matrix_is_refused_by_name(x, error, message):
+    with pytest.raises(error, match=message):
+        orthogonalize(x)
+
+
 def test_unknown_method_lists_what_exists():
     with pytest.raises(ValueError, match="polar_express"):
         orthogonalize(_matrix(3, 3), ns_method="polar")
