@@ -205,7 +205,7 @@ def test_several_layers_keep_their_heads_apart():
             torch.testing.assert_close(weights[key], expected[key], rtol=ROUNDING, atol=0)
 
 
-@pytest.mark.parametrize("threshold", [0, -1.0, math.nan, math.inf, "100", None])
+@pytest.mark.parametrize("threshold", [0, -1.0, math.nan, math.inf, "100", None, True])
 def test_threshold_is_a_positive_number(threshold):
     with pytest.raises(ValueError, match="must be a number above 0"):
         QKClip(threshold)
@@ -226,6 +226,20 @@ def test_threshold_is_a_positive_number(threshold):
 def test_layers_that_do_not_fit_are_refused(n_heads, weights, match):
     with pytest.raises(ValueError, match=match):
         QKClip(THRESHOLD).add_layer(n_heads, weights, name="layers.0.attention")
+
+
+def test_a_weight_is_a_tensor():
+    with pytest.raises(TypeError, match=r"a weight of layers\.0\.attention is a str, no tensor"):
+        QKClip(THRESHOLD).add_layer(2, [("wq", [])], name="layers.0.attention")
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 8, 5), (3, 1, 5)])
+def test_logits_of_other_heads_are_refused(shape):
+    weight = torch.zeros(16, DIM)
+    maxima = QKClip(THRESHOLD).add_layer(4, [(weight, head_rows(4, (4, 1.0)))])
+    with pytest.raises(ValueError, match=r"logits of shape .* for 4 heads"):
+        observe(maxima, torch.zeros(shape))
+    assert (maxima == -math.inf).all()
 
 
 def test_a_weight_belongs_to_one_layer():

@@ -47,7 +47,15 @@ def observe(maxima: Tensor, logits: Tensor) -> None:
         logits: (batch, heads, ...): the scaled logits before the softmax, masked ones at -inf, or
             their maximum by row, as FlexAttention's ``AuxRequest(max_scores=True)`` returns it.
             Not modified.
+
+    Raises:
+        ValueError: ``logits`` has another number of heads than ``maxima``.
     """
+    if logits.ndim < 2 or logits.shape[1] != len(maxima):
+        raise ValueError(
+            f"observe: logits of shape {tuple(logits.shape)} for {len(maxima)} heads; their shape "
+            "must be (batch, heads, ...)"
+        )
     others = [dim for dim in range(logits.ndim) if dim != 1]
     maxima.clamp_(min=logits.detach().amax(others).to(maxima.dtype))
 
@@ -67,7 +75,8 @@ class QKClip:
     """
 
     def __init__(self, threshold: float, process_group: "ProcessGroup | None" = None) -> None:
-        if not (isinstance(threshold, int | float) and 0 < threshold < math.inf):
+        is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+        if not (is_number and 0 < threshold < math.inf):
             raise ValueError(f"QKClip: threshold = {threshold!r} must be a number above 0")
         self.threshold = float(threshold)
         self._process_group = process_group
@@ -97,6 +106,7 @@ class QKClip:
             non-persistent buffer: those are restored after the passes that only learn shapes.
 
         Raises:
+            TypeError: A weight is no tensor.
             ValueError: A weight has no storage, another number of dims, rows outside its shape, or
                 was added before; weights of one layer lie on different ranks; plain weights on
                 several ranks without a ``process_group``.
@@ -178,6 +188,8 @@ class QKClip:
         return largest, clipped
 
     def _check(self, weight: Tensor, rows: Sequence[HeadRows], n_heads: int, name: str) -> None:
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"QKClip: a weight of {name} is a {type(weight).__name__}, no tensor")
         shape = tuple(weight.shape)
         if weight.ndim not in (1, 2) or not weight.is_floating_point() or weight.is_meta:
             raise ValueError(
