@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from titan_muon import Muon, NorMuon
 from titan_muon.optim.algorithms import algorithm_names, check_options, get_algorithm
@@ -178,6 +179,11 @@ def test_option_of_another_algorithm_is_accepted_and_dropped():
 def test_value_of_another_algorithms_option_is_checked_too():
     with pytest.raises(ValueError, match="betas = 3 is not allowed"):
         Muon([_parameter()], betas=3)
+
+
+def test_lr_tensor_without_a_value_is_taken():
+    with FakeTensorMode():
+        assert _build("muon", lr=torch.tensor(1e-3))["lr"].ndim == 0
 
 
 def test_group_wins_over_constructor_wins_over_default():

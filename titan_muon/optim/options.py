@@ -95,8 +95,9 @@ def _lr(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         if value.ndim or not value.is_floating_point():
             return False
-        # Reading it from a device would make the host wait.
-        return value.device.type != "cpu" or _number(0.0)(value.item())
+        # Reading it from a device would make the host wait; a fake tensor has no value.
+        readable = type(value) is torch.Tensor and value.device.type == "cpu"
+        return not readable or _number(0.0)(value.item())
     return _number(0.0)(value)
 
 
