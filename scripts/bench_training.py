@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
 from titan_muon import Muon, param_groups
+from titan_muon.cli.transformer import Size, Transformer
 from titan_muon.integration.data import prepare
 from titan_muon.optim.stopwatch import Stopwatch
 
-# layers, width, heads, hidden width
-SIZES = {"tiny": (2, 128, 4, 384), "1b": (16, 2048, 16, 8192)}
+SIZES = {"tiny": Size(2, 128, 4, 384), "1b": Size(16, 2048, 16, 8192)}
 # The matrices' lr and that of the rest; None: AdamW everywhere.
 LRS = {"AdamW": (1e-3, None), "Muon": (2e-3, 1e-3), "NorMuon": (2e-3, 1e-3)}
 
@@ -94,68 +94,11 @@ def run(name: str, options: argparse.Namespace, device: torch.device) -> None:
     report(name, losses, first, milliseconds(clocks), options)
 
 
-class Layer(nn.Module):
-    """Attention and a gated MLP, each after a norm."""
-
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        y = self.attention_norm(x)
-        q, k, v = (w(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in self.qkv())
-        y = scaled_dot_product_attention(rotate(q, turn), rotate(k, turn), v, is_causal=True)
-        x = x + self.wo(y.transpose(1, 2).flatten(2))
-        y = self.mlp_norm(x)
-        return x + self.down(silu(self.gate(y)) * self.up(y))
-
-    def qkv(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        return self.wq, self.wk, self.wv
-
-
-class Model(nn.Module):
-    """Embedding, layers, norm, head."""
-
-    def __init__(self, size: tuple[int, int, int, int], vocabulary: int) -> None:
-        super().__init__()
-        layers, width, heads, hidden = size
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Layer(width, heads, hidden) for _ in range(layers))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head_dim = width // heads
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        half = torch.arange(self.head_dim // 2, device=x.device)
-        positions = torch.arange(tokens.shape[1], device=x.device)
-        angles = torch.outer(positions, 10000.0 ** (-half / len(half)))
-        turn = torch.stack([angles.cos(), angles.sin()]).to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, turn)
-        return self.head(self.norm(x))
-
-
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Turn pairs of features by an angle that grows with the position."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * turn[0] - b * turn[1], a * turn[1] + b * turn[0]], dim=-1)
-
-
-def build(
-    size: tuple[int, int, int, int], vocabulary: int, device: torch.device, *, compiled: bool
-) -> nn.Module:
+def build(size: Size, vocabulary: int, device: torch.device, *, compiled: bool) -> nn.Module:
     """Return the model, the same weights on every number of ranks, sharded by FSDP2."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = Model(size, vocabulary)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=0.02)
+        model = Transformer(size, vocabulary)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
