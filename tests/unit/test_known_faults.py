@@ -217,7 +217,7 @@ FAULTS = {
     "performance: every shape is compiled anew": [HERE + "test_many_shapes_compile_nothing"],
     "performance: one launch a matrix": [
         "unit/test_optimizer.py::test_many_parameters_equal_each_alone",
-        "unit/test_orthogonalization.py::test_batch_limits_bound_the_work",
+        "unit/test_orthogonalization.py::test_batch_size_changes_nothing_but_rounding",
     ],
     "performance: every rank repeats the work": [
         "distributed/test_costs.py::test_work_is_divided_among_all_that_can_share_it",
