@@ -123,6 +123,13 @@ def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
+def test_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "data"
+    with pytest.raises(OSError, match=f"data folder {folder}: .*; name another one .*TITAN_MUON"):
+        prepare(folder)
+
+
 def test_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(ValueError, match=r"holds other files.*--output.*TITAN_MUON_DATA"):

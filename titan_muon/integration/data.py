@@ -95,14 +95,21 @@ def prepare(folder: str | os.PathLike[str] | None = None) -> DataPaths:
     Raises:
         ValueError: ``folder`` holds something else, or data of another format.
         RuntimeError: This Python came without the source of its standard library.
+        OSError: The folder cannot be written.
     """
     paths = DataPaths(Path(default_folder() if folder is None else folder))
     if _is_complete(paths):
         return paths
-    paths.folder.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one_process(paths.folder.parent):
-        if not _is_complete(paths):
-            _build(paths)
+    try:
+        paths.folder.parent.mkdir(parents=True, exist_ok=True)
+        with _only_one_process(paths.folder.parent):
+            if not _is_complete(paths):
+                _build(paths)
+    except OSError as error:
+        raise OSError(
+            f"cannot build the data folder {paths.folder}: {error}; name another one with the "
+            f"variable {FOLDER_VARIABLE}"
+        ) from error
     return paths
 
 
@@ -250,7 +257,8 @@ def _write_tokenizer(folder: Path, texts: list[str]) -> None:
     folder.mkdir()
     tokenizer.save(str(folder / _TOKENIZER))
     settings = {"bos_token": BEGIN_TOKEN, "eos_token": END_TOKEN}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    text = json.dumps(settings, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
