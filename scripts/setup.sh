@@ -1,4 +1,4 @@
-# Sourced by train.sh and test.sh: makes the virtual environment and installs the package in it.
+# Sourced by the other scripts: makes the virtual environment and installs the package in it.
 #
 #   TITAN_MUON_VENV   the environment (default: .venv in the checkout)
 #   PYTHON            the interpreter that makes it (default: python3)
