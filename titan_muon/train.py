@@ -117,11 +117,22 @@ def _check_tokenizer(config: Any) -> None:
 def _parse_or_exit(args: Sequence[str] | None) -> "Trainer.Config":
     try:
         config = parse(args)
+        _check_launched()
         _prepare_data(config)
         return config
     except ConfigError as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+def _check_launched() -> None:
+    """Refuse to train where torchtitan would look in vain for what torchrun sets."""
+    missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set: start training under torchrun, for one process "
+            "torchrun --nproc_per_node=1 -m titan_muon.train ..., or with scripts/train.sh."
+        )
 
 
 def _is_first_rank() -> bool:

@@ -224,3 +224,12 @@ def test_a_mistake_ends_the_program_with_one_message(file):
     assert len(message) == 1
     assert "did you mean 'training'" in message[0]
     assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_training_without_torchrun_says_how_to_start(file, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    result = run(file(""))
+    assert result.returncode == 2
+    assert "RANK, LOCAL_RANK, WORLD_SIZE not set: start training under torchrun" in result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
