@@ -160,6 +160,16 @@ def test_quantised_state_without_torchao_is_refused_early(changes, monkeypatch):
         ({"adamw": AdamWConfig(betas=(0.9, 1.0))}, ("optimizer.adamw: betas",)),
         ({"optimizer_factory_kwargs_by_name": {"DistMuon": {}}}, ("DistMuon", "Leave it out")),
         (
+            {
+                "param_groups": [
+                    ParamGroupConfig(
+                        pattern="wo", optimizer_name="Muon", optimizer_kwargs={"nonfinite": "skip"}
+                    )
+                ]
+            },
+            ("optimizer.param_groups.0: nonfinite = 'skip'", "as a whole"),
+        ),
+        (
             {"param_groups": [ParamGroupConfig(pattern="(", optimizer_name="Muon")]},
             ("optimizer.param_groups.0", "regular expression"),
         ),

@@ -276,6 +276,12 @@ class OptimizerConfig(OptimizersContainer.Config):
             ) from None
         algorithm = _algorithm(group.optimizer_name, where=_inside(where, "name"))
         check_options(algorithm.name, group.optimizer_kwargs, where=where)
+        nonfinite = group.optimizer_kwargs.get("nonfinite")
+        if nonfinite not in (None, self.nonfinite or "propagate"):
+            raise ValueError(
+                f"{where}: nonfinite = {nonfinite!r}: a step is taken or skipped as a whole; say "
+                "it once, beside the optimizer's name."
+            )
         schedule_of = {**_known_to(algorithm, self.given()), **group.optimizer_kwargs}
         _check_schedule(schedule_of, where=where)
         _check_split(group.optimizer_kwargs, where=where)
