@@ -67,7 +67,10 @@ def test_same_bits_run_to_run():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_steps_on_a_gpu_that_is_not_the_current_one():
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+def test_steps_on_a_gpu_that_is_not_the_current_one(state_dtype):
+    if state_dtype == "int8":
+        pytest.importorskip("torchao", reason="the extra lp is not installed")
     results = []
     for device in ("cuda:0", "cuda:1"):
         params = _weights(device)
@@ -75,7 +78,7 @@ def test_steps_on_a_gpu_that_is_not_the_current_one():
             {"params": params[::2], "algorithm": "normuon", "cautious_weight_decay": True},
             {"params": params[1::2], "algorithm": "muon", "nonfinite": "skip"},
         ]
-        optimizer = Muon(groups, lr=0.02, weight_decay=0.1)
+        optimizer = Muon(groups, lr=0.02, weight_decay=0.1, state_dtype=state_dtype)
         assert torch.cuda.current_device() == 0
         for seed in range(3):
             clock = Stopwatch(torch.device(device))

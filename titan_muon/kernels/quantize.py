@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_muon.kernels.dispatch import device_fault
+from titan_muon.kernels.dispatch import device_fault, on_device_of
 
 __all__ = ["Coding", "decode", "decode_reference", "encode", "encode_reference"]
 
@@ -55,7 +55,8 @@ def decode(parts: Sequence[Tensor], coding: Coding) -> Tensor:
     if parts[0].is_cuda and device_fault(parts[0].device) is None:
         from titan_muon.kernels import triton_quantize
 
-        return triton_quantize.decode(parts, coding)
+        with on_device_of(parts[0]):
+            return triton_quantize.decode(parts, coding)
     return decode_reference(parts, coding)
 
 
@@ -76,7 +77,8 @@ def encode(
     if values.is_cuda and device_fault(values.device) is None:
         from titan_muon.kernels import triton_quantize
 
-        triton_quantize.encode(values, parts, coding, only_changed)
+        with on_device_of(values):
+            triton_quantize.encode(values, parts, coding, only_changed)
     else:
         encode_reference(values, parts, coding, only_changed)
 
