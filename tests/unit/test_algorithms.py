@@ -262,6 +262,9 @@ def _algorithm(base=MatrixAlgorithm, **attributes) -> Any:
             ValueError,
             "repeat a name",
         ),
+        (lambda: _algorithm(name=""), ValueError, "must be lower case and not empty"),
+        (lambda: _algorithm(buffers=("a",)), TypeError, "buffers holds 'a'; each must be Buffer"),
+        (lambda: _algorithm(buffers=(Buffer("a", "cols"),)), TypeError, "like being 'grad' or"),
     ],
 )
 def test_registration_is_checked(make, error, message):
@@ -269,6 +272,27 @@ def test_registration_is_checked(make, error, message):
     with pytest.raises(error, match=message):
         register_algorithm(make())
     assert algorithm_names() == before
+
+
+@pytest.mark.parametrize("method", ["orthogonalize", "update"])
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        (lambda x: x[:, :2], r"torch.float32 \(1, 2, 6\)"),
+        (lambda x: x.sum(), r"torch.float32 \(\)"),
+        (lambda x: x.long(), r"torch.int64 \(1, 4, 6\)"),
+        (lambda x: None, "NoneType"),
+    ],
+    ids=["rows", "scalar", "integers", "none"],
+)
+def test_algorithm_that_returns_something_else_is_named(monkeypatch, method, wrong, got):
+    name = register_averaged()
+    algorithm = get_algorithm(name)
+    monkeypatch.setattr(type(algorithm), method, lambda self, x, *_: wrong(x))
+    optimizer = Muon([{"params": parameters((4, 6)), "algorithm": name}])
+    match = rf"{algorithm.title}: {method} returned {got}; .* float tensor of shape \(1, 4, 6\)"
+    with pytest.raises(ValueError, match=match):
+        train(optimizer, 1)
 
 
 def test_running_a_definition_again_replaces_it():

@@ -46,6 +46,9 @@ def batch_update(
     Returns:
         (B, M, N) in the dtype of the iteration, and (B,) in float32 (float64 for float64), the
         factor that the shape of a matrix, and with ``match_param_rms`` its weight, puts on the lr.
+
+    Raises:
+        ValueError: The algorithm, which may be a user's, returned something of another shape.
     """
     rows, columns = stack.shape[-2:]
     schedule = resolve_schedule(group["ns_method"], group["ns_steps"])
@@ -57,13 +60,31 @@ def batch_update(
             return orthogonalize_normalized(x, schedule, batch_size=batch_size)
         return orthogonalize_batch(x, schedule, dtype=dtype, batch_size=batch_size)
 
+    shape = stack.shape
     update = algorithm.orthogonalize(stack, polar, group)
+    _check_result(update, shape, algorithm, "orthogonalize")
     update = algorithm.update(update, buffers, group)
+    _check_result(update, shape, algorithm, "update")
     factor = lr_factor(group["adjust_lr_fn"], rows, columns)
     if square_sums is not None and group["adjust_lr_fn"] == "match_param_rms":
         return update, factor * (square_sums / (rows * columns)).sqrt()
     wide = torch.promote_types(dtype, torch.float32)
     return update, torch.full((len(stack),), factor, dtype=wide, device=stack.device)
+
+
+def _check_result(result: Any, shape: torch.Size, algorithm: MatrixAlgorithm, method: str) -> None:
+    # What is written from it reads as many elements, whatever it holds.
+    fits = isinstance(result, Tensor) and result.shape == shape and result.is_floating_point()
+    if not fits:
+        got = (
+            f"{result.dtype} {tuple(result.shape)}"
+            if isinstance(result, Tensor)
+            else type(result).__name__
+        )
+        raise ValueError(
+            f"{algorithm.title}: {method} returned {got}; it must return a float tensor of shape "
+            f"{tuple(shape)}"
+        )
 
 
 def stack_dtype(

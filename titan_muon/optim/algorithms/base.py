@@ -155,8 +155,8 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
     Raises:
         ValueError: Name or title is taken by another class, the name is not lower case, an option
             that the optimizer itself reads is missing, or a buffer's name is taken.
-        TypeError: Not an instance of either kind, ``name`` or ``title`` is missing, or an option
-            is not an :class:`Option`.
+        TypeError: Not an instance of either kind, ``name`` or ``title`` is missing, an option
+            is not an :class:`Option`, or a buffer not a :class:`Buffer` of a known kind.
     """
     if not isinstance(algorithm, MatrixAlgorithm | ElementwiseAlgorithm):
         raise TypeError(
@@ -167,8 +167,8 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
         if not isinstance(getattr(algorithm, attribute, None), str):
             raise TypeError(f"{type(algorithm).__name__}: set {attribute} to a string")
     name = algorithm.name
-    if name != name.lower():
-        raise ValueError(f"algorithm name {name!r} must be lower case")
+    if not name or name != name.lower():
+        raise ValueError(f"algorithm name {name!r} must be lower case and not empty")
     _check_contract(algorithm)
     for spelling in (name, algorithm.title):
         known = _find(spelling)
@@ -192,7 +192,14 @@ def _check_contract(algorithm: Algorithm) -> None:
         raise ValueError(
             f"{name}: options lacks {', '.join(missing)}; write options = {{**{start}, ...}}"
         )
-    names = [b.name for b in algorithm.buffers] if isinstance(algorithm, MatrixAlgorithm) else []
+    buffers = algorithm.buffers if isinstance(algorithm, MatrixAlgorithm) else ()
+    for buffer in buffers:
+        if not isinstance(buffer, Buffer) or buffer.like not in ("grad", "rows"):
+            raise TypeError(
+                f"{name}: buffers holds {buffer!r}; each must be Buffer(name, like), like being "
+                "'grad' or 'rows'"
+            )
+    names = [buffer.name for buffer in buffers]
     if "momentum_buffer" in names or len(set(names)) < len(names):
         raise ValueError(f"{name}: buffers {names} repeat a name; momentum_buffer is taken")
 
