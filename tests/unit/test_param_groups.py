@@ -317,9 +317,11 @@ def test_groups_are_complete_disjoint_and_named():
         ([Rule("w[123]", "adamw")], r"pattern 'w\[123\]' decides on no trainable parameter"),
         ([Rule("wq", "adamw"), Rule(r"0\.wq", "adam")], r"pattern '0.+wq' decides on no"),
         ([Rule("wq(", "adamw")], r"pattern 'wq\(' is not a regular expression"),
+        ([Rule("wq", "adamw", {"algorithm": "muon"})], r"rules\[0\]: algorithm is not an option"),
+        ([Rule("wq", "adamw", {"params": []})], r"rules\[0\]: params is not an option"),
         ([Rule("wq", "muno")], "unknown algorithm 'muno', did you mean 'muon'"),
     ],
-    ids=["dead", "hidden", "broken", "algorithm"],
+    ids=["dead", "hidden", "broken", "algorithm twice", "parameters", "algorithm"],
 )
 def test_bad_rules_are_refused(rules, message):
     with pytest.raises(ValueError, match=message):

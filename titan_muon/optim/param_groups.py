@@ -89,7 +89,8 @@ def assign(
         split applies to it under any of its names.
 
     Raises:
-        ValueError: Unknown algorithm, or a pattern that is no regular expression.
+        ValueError: Unknown algorithm, a pattern that is no regular expression, or a rule whose
+            options hold its algorithm or parameters.
         TypeError: ``model`` is no module, or a rule no :class:`Rule`.
     """
     if not isinstance(model, nn.Module):
@@ -193,6 +194,12 @@ def _checked(rules: Any) -> Sequence[Rule]:
             raise TypeError(
                 f"rules[{index}] = {rule!r}: pattern must be a string and options a dict"
             )
+        for key in ("params", "param_names", "algorithm"):
+            if key in rule.options:
+                raise ValueError(
+                    f"rules[{index}]: {key} is not an option; pattern and algorithm of the Rule "
+                    "decide it"
+                )
     return rules
 
 
