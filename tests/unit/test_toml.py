@@ -125,6 +125,10 @@ WRONG = {
         "'momentum'",
         "adjust_lr_fn",
     ),
+    "torch's kernels": (
+        table("optimizer", "foreach = true"),
+        '[optimizer] foreach: write implementation = "foreach"',
+    ),
     "optimizer option in another package's spelling": (
         table("optimizer", "mu = 0.9"),
         "[optimizer] mu is not an option of Muon",

@@ -138,6 +138,8 @@ def _unknown_option(name: str, key: str, value: Any, known: set[str], place: Pla
     algorithm = get_algorithm(name)
     if isinstance(value, dict):
         return place.unknown(key, value, {"adamw", "options", "param_groups"})
+    if key == "foreach":
+        return ConfigError(f'{place.at(key)}: write implementation = "foreach".')
     if key in all_option_names():
         return ConfigError(f"{place.at(key)} belongs in [{place.table}.options].")
     known = known - {"optimizer_factory_kwargs_by_name"}
