@@ -271,6 +271,10 @@ WRONG = {
         ["plan", *LLAMA, "--lr_scheduler.min_lr_factor", "-1"],
         "[lr_scheduler] min_lr_factor = -1.0 is not allowed; use a number from 0 to 1",
     ),
+    "validator": (
+        ["plan", *LLAMA, "--validator.enable", "--validator.freq", "0"],
+        "[validator] freq = 0 is not allowed; use an integer >= 1",
+    ),
     "torchtitan's assertion": (
         ["plan", *LLAMA, "--validator.steps", "0"],
         "torchtitan refuses this config: validation steps must be positive or -1",

@@ -225,6 +225,10 @@ def test_step_count_that_is_no_number_is_refused_before_anything_changes():
 
 def test_whole_checkpoint_is_no_state_dict():
     optimizer = Muon(parameters((4, 6)))
+    with pytest.raises(ValueError, match=r"got the keys \[\]"):
+        optimizer.load_state_dict({})
+    with pytest.raises(ValueError, match="got a list"):
+        optimizer.load_state_dict([])
     with pytest.raises(ValueError, match=r"got the keys \['model', 'optimizer'\]"):
         optimizer.load_state_dict({"model": {}, "optimizer": optimizer.state_dict()})
 

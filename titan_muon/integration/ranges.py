@@ -47,13 +47,16 @@ def check_ranges(config: "Trainer.Config") -> None:
     """Refuse a number that torchtitan would stumble over later, or not notice.
 
     Args:
-        config: Complete; not modified. Fields that its class does not have are skipped.
+        config: Complete; not modified. Fields that its class does not have are skipped,
+            and those of a validator that is off.
 
     Raises:
         ConfigError: Names table, key, value and what is allowed.
     """
     for name, (allowed, is_allowed) in _RANGES.items():
         table, key = name.split(".")
-        value = getattr(getattr(config, table, None), key, None)
+        node = getattr(config, table, None)
+        is_off = table == "validator" and not getattr(node, "enable", False)
+        value = None if is_off else getattr(node, key, None)
         if value is not None and not is_allowed(value):
             raise ConfigError(f"[{table}] {key} = {value} is not allowed; use {allowed}.")

@@ -102,10 +102,11 @@ def apply_load(load: GroupLoad, live: dict[Tensor, Any]) -> None:
 
 def _check_form(state_dict: Any, where: str) -> None:
     """Refuse what is no optimizer's state dict, a whole checkpoint above all."""
-    keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else []
+    is_mapping = isinstance(state_dict, Mapping)
+    keys = sorted(map(str, state_dict)) if is_mapping else []
     state, groups = (state_dict[k] if k in keys else None for k in ("state", "param_groups"))
     if not isinstance(state, Mapping) or not isinstance(groups, list | tuple):
-        shown = f"the keys {keys[:8]}" if keys else repr(type(state_dict).__name__)
+        shown = f"the keys {keys[:8]}" if is_mapping else f"a {type(state_dict).__name__}"
         raise ValueError(
             f"{where}: a state dict has 'state' and 'param_groups', got {shown}; give what an "
             "optimizer's state_dict() returned. Nothing was loaded."
