@@ -291,6 +291,19 @@ def test_partial_gradients_of_elementwise_algorithms_are_refused_by_name():
     assert torch.equal(param.to_local(), torch.ones(4, 6))
 
 
+@pytest.mark.parametrize("rows", [3, 9])
+def test_parameter_that_changed_its_shape_is_named(rows):
+    # Where shards lie was found out with the old shape: rows would be missed, or read past the end.
+    param = nn.Parameter(torch.ones(6, 4))
+    optimizer = Muon([("grown.weight", param)], lr=1.0)
+    param.grad = torch.ones(6, 4)
+    optimizer.step()
+    param.data, param.grad = torch.ones(rows, 4), None
+    param.grad = torch.ones(rows, 4)
+    with pytest.raises(ValueError, match=rf"grown\.weight: .*\({rows}, 4\).*\(6, 4\)"):
+        optimizer.step()
+
+
 def test_one_optimizer_for_a_model_steps_each_part_by_its_own_algorithm():
     model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "hidden": nn.Linear(4, 4)})
     optimizer = NorMuon(param_groups(model, "normuon"), lr=0.1)

@@ -94,8 +94,19 @@ class Member:
         return self._rounding(values, self.state[STEP])
 
     def shard(self) -> Tensor:
-        """Return the local weights, contiguous: a copy where they are not, see :meth:`restore`."""
-        return local_of(self.param).contiguous()
+        """Return the local weights, contiguous: a copy where they are not, see :meth:`restore`.
+
+        Raises:
+            ValueError: They have another shape than when the optimizer was built.
+        """
+        shard = local_of(self.param)
+        if shard.shape != self.momentum.shape:
+            raise ValueError(
+                f"{self.name}: its shape on this rank is {tuple(shard.shape)}, and was "
+                f"{tuple(self.momentum.shape)} when the optimizer was built; build a new one after "
+                "parameters change"
+            )
+        return shard.contiguous()
 
     def restore(self, shard: Tensor) -> None:
         """Write back a shard that had to be copied."""
