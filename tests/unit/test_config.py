@@ -142,7 +142,7 @@ def test_quantised_state_without_torchao_is_refused_early(changes, monkeypatch):
         ({"options": {"rank": 3}}, ("rank is not an option of Muon",)),
         ({"imports": ["not_there"]}, ("optimizer.imports", "'not_there'", "PYTHONPATH")),
         ({"ns_method": "newton_schulz", "ns_steps": 11}, ("1..10", "11")),
-        ({"split": {"kind": "bloks", "rows": 64}}, ("optimizer: split kind 'bloks'", "'blocks'")),
+        ({"split": {"kind": "blockz", "rows": 64}}, ("optimizer: split kind 'blockz'", "'blocks'")),
         ({"split": {"kind": "blocks"}}, ("needs the positive integer rows; got {}",)),
         ({"split": {"kind": "fused_dim", "rows": 2}}, ("needs nothing beside it",)),
         (
