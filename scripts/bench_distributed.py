@@ -5,7 +5,8 @@
 Weights are float32 DTensors over all ranks: ``fsdp`` cuts dim 0, as FSDP2 does; ``tp`` rows and
 columns in turn, as tensor parallelism does; ``efsdp`` dim 1, as FSDP2 does with few experts. Times
 are the slowest rank's, medians, the competitors taking turns; ``one rank`` is the same workload
-without sharding, run by rank 0 alone. Without GPUs it runs on gloo with small shapes.
+without sharding, run by rank 0 alone. Last, both take the same steps, and their weights are
+compared. Without GPUs it runs on gloo with small shapes.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_muon import Muon
+from titan_muon.distributed.tensors import local_of
 
 LAYOUTS = ("fsdp", "tp", "efsdp")
 
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shapes = [(*s[:-2], s[-2] // 16, s[-1] // 16) for s in shapes]
         layout = Layout(options.layout, mesh)
         report(name, shapes, layout, device, options.steps)
+        agreement(name, shapes, layout, device)
         if gpu:
             overlap(name, shapes, layout, device, options.trace)
     dist.destroy_process_group()
@@ -59,6 +62,18 @@ class Layout:
     def dim(self, index: int) -> int:
         return {"fsdp": 0, "tp": index % 2, "efsdp": 1}[self.name]
 
+    def cut(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """Return a copy of this rank's part of a weight."""
+        parts = whole.chunk(self.mesh.size(), self.dim(index))
+        part = parts[self.mesh.get_local_rank()]
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def placed(self, local: torch.Tensor, shape: tuple[int, ...], index: int) -> DTensor:
+        """Return the weight of which this is the local part."""
+        like, placements = torch.empty(shape, device="meta"), [Shard(self.dim(index))]
+        size = {"shape": like.shape, "stride": like.stride()}
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, **size)
+
 
 class ShardedRun(Run):
     """One optimizer on weights that every rank holds a part of."""
@@ -70,15 +85,11 @@ class ShardedRun(Run):
 
     def weight(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         # All weights are made first, then all gradients.
-        mesh, dim = self.layout.mesh, self.layout.dim(self.made % self.count)
+        index = self.made % self.count
         self.made += 1
-        local_shape = list(shape)
-        local_shape[dim] = len(torch.arange(shape[dim]).chunk(mesh.size())[mesh.get_local_rank()])
-        local = torch.randn(local_shape, generator=generator, device=self.device)
-        like = torch.empty(shape, device="meta")
-        return DTensor.from_local(
-            local, mesh, [Shard(dim)], run_check=False, shape=like.shape, stride=like.stride()
-        )
+        local = list(self.layout.cut(torch.empty(shape, device="meta"), index).shape)
+        local = torch.randn(local, generator=generator, device=self.device)
+        return self.layout.placed(local, shape, index)
 
 
 def dist_muon(params: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -149,6 +160,36 @@ def report(name, shapes, layout: Layout, device: torch.device, steps: int) -> No
                 f"{traffic.matrices / (steps + 3):.0f} matrices on rank 0"
             )
     print("\n".join(f"not run: {text}" for text in failures))
+
+
+def agreement(name, shapes, layout: Layout, device: torch.device, steps: int = 3) -> None:
+    """Print how far sharded and whole weights part in a few steps on the same gradients."""
+    for wire_dtype in ("float16", "float32"):
+        generator = torch.Generator(device).manual_seed(0)
+        starts = [0.02 * torch.randn(s, generator=generator, device=device) for s in shapes]
+        whole = [torch.nn.Parameter(w.clone()) for w in starts]
+        cut = [
+            torch.nn.Parameter(layout.placed(layout.cut(w, i), w.shape, i))
+            for i, w in enumerate(starts)
+        ]
+        optimizers = Muon(whole, lr=1e-3), Muon(cut, lr=1e-3, wire_dtype=wire_dtype)
+        for _ in range(steps):
+            for i, (param, sharded) in enumerate(zip(whole, cut, strict=True)):
+                grad = torch.randn(param.shape, generator=generator, device=device)
+                param.grad = grad
+                sharded.grad = layout.placed(layout.cut(grad, i), grad.shape, i)
+            for optimizer in optimizers:
+                optimizer.step()
+        parted, moved = torch.zeros(2, device=device)
+        for i, (param, sharded, start) in enumerate(zip(whole, cut, starts, strict=True)):
+            part, first = layout.cut(param.detach(), i), layout.cut(start, i)
+            parted += (local_of(sharded.detach()) - part).square().sum()
+            moved += (part - first).square().sum()
+        squares = torch.stack([parted, moved])
+        dist.all_reduce(squares)
+        if dist.get_rank() == 0:
+            deviation = (squares[0] / squares[1]).sqrt().item()
+            print(f"{name}: {wire_dtype} wire, {deviation:.1e} from one rank's {steps} steps")
 
 
 def overlap(name, shapes, layout: Layout, device: torch.device, trace: str | None) -> None:
