@@ -8,11 +8,14 @@ from torch import Tensor
 
 from titan_muon.distributed.layout import is_dtensor, layout_of
 from titan_muon.distributed.tensors import local_of, local_slice, with_local
-from titan_muon.orthogonalization import orthogonalize_batch, resolve_dtype, resolve_schedule
+from titan_muon.orthogonalization import (
+    DTYPES,
+    orthogonalize_batch,
+    resolve_dtype,
+    resolve_schedule,
+)
 
 __all__ = ["orthogonalize"]
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @overload
@@ -93,7 +96,7 @@ def _checked(x: object, name: str) -> Tensor:
         raise TypeError(
             f"orthogonalize: {name} is a {type(x).__name__}; give a tensor or a list of tensors"
         )
-    if x.dtype not in _DTYPES or x.layout != torch.strided:
+    if x.dtype not in DTYPES.values() or x.layout != torch.strided:
         raise TypeError(
             f"orthogonalize: {name} has dtype {x.dtype} and layout {x.layout}; use a dense tensor "
             "of float16, bfloat16, float32 or float64"

@@ -3,20 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from titan_muon.distributed.matrices import MatrixRule, matrix_rule
 from titan_muon.optim.algorithms import check_options, get_algorithm
 from titan_muon.optim.options import check_values
 from titan_muon.optim.state_tensors import check_state_fits
-from titan_muon.orthogonalization import resolve_schedule
+from titan_muon.orthogonalization import DTYPES, resolve_schedule
 
 __all__ = ["ParamGroup", "complete_group", "group_names", "is_saved", "matrix_rules"]
 
 # Keys that torch, schedulers and torchtitan put into groups; no options of ours.
 _FOREIGN = ("params", "param_names", "algorithm", "initial_lr")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ParamGroup(dict[str, Any]):
@@ -117,7 +115,7 @@ def matrix_rules(group: Mapping[str, Any], where: str) -> list[MatrixRule | None
         if id(param) in seen:
             raise ValueError(f"{label} is listed twice and would be stepped twice; list it once.")
         seen.add(id(param))
-        if param.dtype not in _DTYPES:
+        if param.dtype not in DTYPES.values():
             raise TypeError(
                 f"{label}: dtype {param.dtype} cannot be optimized; use float16, bfloat16, float32 "
                 "or float64"

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from titan_muon.orthogonalization import DTYPES
+
 __all__ = [
     "ADAM_OPTIONS",
     "BETA2",
@@ -175,7 +177,7 @@ def resolve_state_dtype(state_dtype: str, param_dtype: torch.dtype) -> torch.dty
 
 
 ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped", "match_param_rms", "none")
-NS_DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
+NS_DTYPES = ("auto", *DTYPES)
 QUANTIZED = ("int8", "int4", "float8")
 STATE_DTYPES = ("auto", "float32", "bfloat16", *QUANTIZED)
 

@@ -8,6 +8,7 @@ from titan_muon.orthogonalization.coefficients import (
     schedule_names,
 )
 from titan_muon.orthogonalization.methods import (
+    DTYPES,
     bounded_norms,
     choose_evaluation,
     cost,
@@ -21,10 +22,11 @@ from titan_muon.orthogonalization.methods import (
 from titan_muon.orthogonalization.polar import polar_factor
 
 __all__ = [
-    "bounded_norms",
+    "DTYPES",
     "SCHEDULES",
     "Schedule",
     "ScheduleFamily",
+    "bounded_norms",
     "choose_evaluation",
     "cost",
     "explain",

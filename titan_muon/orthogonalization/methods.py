@@ -15,7 +15,8 @@ EVALUATIONS = ("auto", "standard", "gram")
 # on it stays within twice the error of the standard evaluation.
 _GRAM_ROWS = 64
 
-_DTYPES = {
+# By the names that options have for them: those of iterations, weights and gradients.
+DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -40,11 +41,9 @@ def resolve_dtype(ns_dtype: str, device: torch.device, input_dtype: torch.dtype)
         if input_dtype == torch.float64:
             return torch.float64
         return torch.float16 if device.type == "cuda" else torch.float32
-    if ns_dtype not in _DTYPES:
-        raise ValueError(
-            f"ns_dtype {ns_dtype!r} is unknown. Use one of auto, {', '.join(_DTYPES)}."
-        )
-    return _DTYPES[ns_dtype]
+    if ns_dtype not in DTYPES:
+        raise ValueError(f"ns_dtype {ns_dtype!r} is unknown. Use one of auto, {', '.join(DTYPES)}.")
+    return DTYPES[ns_dtype]
 
 
 @torch.no_grad()
