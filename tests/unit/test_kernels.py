@@ -2,14 +2,12 @@
 
 import itertools
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.interpreter import interpreted
 from titan_muon.kernels import dispatch, reference, select_operations, tuning
 from titan_muon.kernels.configurations import (
     CANDIDATES,
@@ -22,23 +20,12 @@ from titan_muon.kernels.configurations import (
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
-ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
 
 
-@needs_triton
 def test_kernels_interpreted():
     """The checks of tests/helpers/kernel_checks.py, where Triton was told to interpret."""
-    pytest.importorskip("triton", reason="the kernels need triton")
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.kernel_checks"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stdout.strip() == "passed", result.stderr[-3000:]
+    assert interpreted("-m", "tests.helpers.kernel_checks") == "passed"
 
 
 @needs_triton

@@ -1,13 +1,9 @@
 """The Triton operations on pieces equal their torch definition, run by Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.helpers.interpreter import interpreted
 from tests.helpers.ptx import global_accesses
 from titan_muon import Muon
 from titan_muon.kernels import pieces_reference as reference
@@ -193,24 +189,15 @@ def test_slots_of_a_piece_are_consecutive():
     assert table.bounds[-1] == table.slots
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
 def test_triton_kernels_equal_reference_in_the_interpreter():
-    pytest.importorskip("triton", reason="the kernels need triton")
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import test_pieces;"
+        "import test_pieces;"
         "from titan_muon.kernels import triton_pieces, triton_rows;"
         "test_pieces.check_operations(triton_pieces);"
         "test_pieces.check_row_scaling(triton_rows.scale_rows_);"
         "test_pieces.check_whole_steps(triton_pieces); print('equal')"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stdout.strip() == "equal", result.stderr[-2000:]
+    assert interpreted("-c", code) == "equal"
 
 
 POINTERS = {"tensors": "*i64", "grads": "*i64", "momenta": "*i64", "weights": "*i64"}
@@ -230,7 +217,6 @@ def accesses_of(kernel, **changes) -> list[str]:
     return global_accesses(kernel, used, constants)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -1,15 +1,12 @@
 """Codes and scales: the Triton kernels equal their torch definition, and what both compute."""
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.interpreter import interpreted
 from tests.helpers.ptx import global_accesses
 from titan_muon.kernels.quantize import Coding, decode, decode_reference, encode, encode_reference
 
@@ -109,23 +106,12 @@ def check_kernels(decode, encode, device="cpu"):
         assert _equal(decode(got, coding), decode_reference(want, coding)), case
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
 def test_triton_kernels_equal_reference_in_the_interpreter():
-    pytest.importorskip("triton", reason="the kernels need triton")
     code = (
         "import test_quantize; from titan_muon.kernels import triton_quantize as kernels;"
         "test_quantize.check_kernels(kernels.decode, kernels.encode); print('equal')"
     )
-    folder = Path(__file__).parent
-    paths = os.pathsep.join([str(folder), str(folder.parents[1])])
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stdout.strip() == "equal", result.stderr[-2000:]
+    assert interpreted("-c", code) == "equal"
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -188,7 +174,6 @@ TYPES = {
 MAPS = {"qmap": "*fp32", "middles": "*fp32"}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
 @pytest.mark.parametrize("only_changed", [True, False])
 @pytest.mark.parametrize(("levels", "block"), [(8, 256), (4, 128), (0, 256)])
 def test_codes_and_values_are_loaded_and_stored_in_vectors(levels, block, only_changed):

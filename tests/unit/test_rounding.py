@@ -1,15 +1,13 @@
 """Stochastic rounding: unbiased, the same noise wherever an element lies, resumed bit for bit."""
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from tests.helpers.interpreter import interpreted
 from tests.helpers.optimizers import ALGORITHMS, AveragedAlgorithm, set_gradients, train
 from titan_muon import Muon
 from titan_muon.kernels.rounding import mixed, round_reference
@@ -89,9 +87,7 @@ def test_slices_draw_the_noise_of_the_whole():
     assert torch.equal(whole, part)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
 def test_triton_kernel_equals_reference_in_the_interpreter():
-    pytest.importorskip("triton", reason="the kernel needs triton")
     code = (
         "import torch\n"
         "from titan_muon.kernels.rounding import mixed, round_reference\n"
@@ -108,14 +104,7 @@ def test_triton_kernel_equals_reference_in_the_interpreter():
         "    assert torch.equal(*outs)\n"
         "print('equal')"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stdout.strip() == "equal", result.stderr[-2000:]
+    assert interpreted("-c", code) == "equal"
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
