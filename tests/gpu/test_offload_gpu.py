@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.unit.test_rounding import check_kernel
 from titan_muon import Muon, param_groups
 from titan_muon.distributed.tensors import local_of
+from titan_muon.optim.rounding import Rounding
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,19 +147,30 @@ def test_quantised_state_agrees_with_the_cpu(algorithm, state_dtype):
 
 
 def test_rounding_kernel_equals_reference():
-    from titan_muon.kernels.rounding import mixed, round_reference, round_to_bfloat16
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from titan_muon.kernels import triton_rounding
 
-    rows = mixed(torch.arange(300, dtype=torch.int32, device="cuda"))
-    columns = torch.arange(70, dtype=torch.int32, device="cuda")
-    values = torch.randn(300 * 70, device="cuda")
-    values[3], values[4] = float("inf"), float("nan")
-    for start, stop in ((0, 21000), (7, 20001)):
-        part = values[start:stop]
-        outs = [torch.empty(len(part), dtype=torch.bfloat16, device="cuda") for _ in "ab"]
-        round_reference(part, outs[0], rows, columns, start)
-        round_to_bfloat16(part, outs[1], rows, columns, start)
-        assert torch.equal(outs[0].view(torch.int16)[:3], outs[1].view(torch.int16)[:3])
-        torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
+    check_kernel(triton_rounding.round_to_bfloat16, "cuda")
+
+
+def test_noise_is_that_of_the_cpu_wherever_the_step_lies():
+    rounding = Rounding(nn.Parameter(torch.zeros(3, 2, 500)), "layers.0.weight", 3)
+    values = torch.linspace(-1.9, 1.9, 3000)
+    for start in (0, 7, 1250):
+        want = rounding(values[start:], torch.tensor(9.0), start)
+        for step in (torch.tensor(9.0), torch.tensor(9.0, device="cuda")):
+            assert torch.equal(rounding(values[start:].cuda(), step, start).cpu(), want)
+
+
+def test_a_chunk_is_rounded_by_one_kernel():
+    rounding = Rounding(nn.Parameter(torch.zeros(64, 512)), "layers.0.weight", 3)
+    values, step = torch.randn(1 << 15, device="cuda"), torch.tensor(9.0, device="cuda")
+    rounding(values, step)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        rounding(values, step)
+        torch.cuda.synchronize()
+    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 1, [kernel.name for kernel in kernels]
 
 
 def test_stochastic_rounding_agrees_with_the_cpu():

@@ -5,16 +5,18 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 
 from tests.helpers.interpreter import interpreted
 from tests.helpers.optimizers import ALGORITHMS, AveragedAlgorithm, set_gradients, train
+from tests.helpers.ptx import global_accesses
 from titan_muon import Muon
-from titan_muon.kernels.rounding import mixed, round_reference
+from titan_muon.kernels.rounding import Noise, noise_reference, round_reference
 from titan_muon.optim import elements
 from titan_muon.optim.algorithms import ElementwiseAlgorithm, register_algorithm
 from titan_muon.optim.load_planner import StateLoadPlanner
 from titan_muon.optim.options import COMMON_OPTIONS
+from titan_muon.optim.rounding import Rounding
 
 SHAPES = ((6, 10), (2, 4, 8), (5, 3))
 
@@ -34,9 +36,9 @@ def _weights(optimizer: Muon) -> list[nn.Parameter]:
     return optimizer.param_groups[0]["params"]
 
 
-def _noise(key: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    rows = mixed(torch.arange(shape[0], dtype=torch.int32) + key)
-    return rows, torch.arange(shape[1], dtype=torch.int32)
+def noise_of(step: int, shape: tuple[int, int], device: str = "cpu") -> Noise:
+    rows, columns = (torch.arange(n, dtype=torch.int32, device=device) for n in shape)
+    return Noise(rows, columns, torch.tensor(float(step), device=device), -1234567)
 
 
 def test_rounds_to_neighbours_without_bias():
@@ -47,7 +49,7 @@ def test_rounds_to_neighbours_without_bias():
         for sign in (1, -1):
             values = (sign * (low + share * (high - low))).expand(1 << 16).contiguous()
             out = torch.empty(1 << 16, dtype=torch.bfloat16)
-            round_reference(values, out, *_noise(3, (256, 256)), 0)
+            round_reference(values, out, noise_of(3, (256, 256)), 0)
             up = (out.float() == sign * high).float().mean().item()
             assert set(out.float().unique().tolist()) == {sign * low.item(), sign * high.item()}
             # 65536 draws: one standard deviation is at most 0.002.
@@ -55,13 +57,13 @@ def test_rounds_to_neighbours_without_bias():
 
 
 def test_noise_is_uniform_and_uncorrelated_between_neighbours():
-    rows, columns = _noise(11, (512, 512))
-    noise = (mixed(rows.view(-1, 1) ^ columns) >> 16).bitwise_and(0xFFFF).double() / 65536
+    noise, next_step = (
+        noise_reference(noise_of(step, (512, 512)), 0, 1 << 18).view(512, 512).double() / 65536
+        for step in (11, 12)
+    )
     assert abs(noise.mean() - 0.5) < 0.003
     assert abs(noise.var() - 1 / 12) < 0.002
     centred = noise - 0.5
-    other_rows, _ = _noise(12, (512, 512))
-    next_step = (mixed(other_rows.view(-1, 1) ^ columns) >> 16).bitwise_and(0xFFFF).double() / 65536
     for neighbour in (centred.roll(1, 0), centred.roll(1, 1), next_step - 0.5):
         # 262144 pairs: one standard deviation of the correlation is 0.002.
         assert abs((centred * neighbour).mean() * 12) < 0.01
@@ -73,38 +75,82 @@ def test_values_that_need_no_rounding_and_nonfinite_ones_stay():
     # The NaN with all bits set must not overflow into a number.
     values.view(torch.int32)[1, 0] = 0x7FFFFFFF
     out = torch.empty(64 * 64, dtype=torch.bfloat16)
-    round_reference(values.view(-1), out, *_noise(1, (64, 64)), 0)
+    round_reference(values.view(-1), out, noise_of(1, (64, 64)), 0)
     torch.testing.assert_close(out.view(64, 64).float(), values, rtol=0, atol=0, equal_nan=True)
 
 
 def test_slices_draw_the_noise_of_the_whole():
     values = torch.randn(40 * 24)
     whole, part = (torch.empty(40 * 24, dtype=torch.bfloat16) for _ in "ab")
-    noise = _noise(5, (40, 24))
-    round_reference(values, whole, *noise, 0)
-    for start, stop in ((0, 48), (48, 101), (101, 960)):
-        round_reference(values[start:stop], part[start:stop], *noise, start)
+    noise = noise_of(5, (40, 24))
+    round_reference(values, whole, noise, 0)
+    # Whole rows, parts of several, of one, and from within one to its end.
+    for start, stop in ((0, 48), (48, 101), (101, 110), (110, 120), (120, 960)):
+        round_reference(values[start:stop], part[start:stop], noise, start)
     assert torch.equal(whole, part)
+
+
+def test_noise_never_changes():
+    """A run that was saved by an earlier version goes on with the noise it would have had."""
+    rounding = Rounding(nn.Parameter(torch.zeros(3, 2, 5)), "layers.0.weight", 0)
+    low = torch.full((30,), 0x3F800000, dtype=torch.int32)
+    noise = torch.zeros(30, dtype=torch.int32)
+    for bit in reversed(range(16)):
+        trial = noise | 1 << bit
+        # What this far below the next bfloat16 is rounded up by this much noise and more.
+        values = (low + (0x10000 - trial)).view(torch.float32)
+        noise = torch.where(rounding(values, torch.tensor(3.0)) > 1, trial, noise)
+    assert noise.tolist() == [
+        18940, 28719, 48615, 50883, 12063, 17426, 7511, 12110, 36328, 52922,
+        53238, 65039, 64792, 8567, 2826, 53916, 35348, 47137, 52262, 43060,
+        56123, 25730, 31247, 41912, 38971, 1243, 19538, 33969, 36795, 58912,
+    ]  # fmt: skip
+    rounding = Rounding(nn.Parameter(torch.zeros(3, 2, 5)), "layers.0.weight", 7)
+    values = torch.linspace(-1.9, 1.9, 30)[13:]
+    ups = rounding(values, torch.tensor(12345.0), 13) > values
+    assert "".join(str(int(up)) for up in ups) == "11001111001001110"
+
+
+def check_kernel(rounds, device="cpu"):
+    """Compare with the torch definition, bit for bit but for which NaN it is."""
+    # Rows of a tile and more, of part of a tile, of an element; slices as in the test above.
+    shapes = {(3, 1500): (0, 1, 1600), (50, 41): (0, 7, 1999), (2100, 1): (0, 3), (5, 16): (0, 50)}
+    for shape, starts in shapes.items():
+        noise, size = noise_of(7, shape, device), shape[0] * shape[1]
+        values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device)
+        values[3], values[4], values[5] = float("inf"), float("nan"), -float("inf")
+        for start in starts:
+            for stop in (start + 9, size - 2, size):
+                part, outs = values[start:stop], []
+                for function in (round_reference, rounds):
+                    outs.append(torch.zeros(len(part) + 1, dtype=torch.bfloat16, device=device))
+                    function(part, outs[-1][:-1], noise, start)
+                assert outs[1][-1] == 0, (shape, start, stop)
+                torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
 
 
 def test_triton_kernel_equals_reference_in_the_interpreter():
     code = (
-        "import torch\n"
-        "from titan_muon.kernels.rounding import mixed, round_reference\n"
-        "from titan_muon.kernels.triton_rounding import round_to_bfloat16\n"
-        "rows = mixed(torch.arange(50, dtype=torch.int32))\n"
-        "columns = torch.arange(41, dtype=torch.int32)\n"
-        "values = torch.randn(50 * 41)\n"
-        "values[3] = float('inf')\n"
-        "for start, stop in ((0, 2050), (7, 2000)):\n"
-        "    part, outs = values[start:stop], []\n"
-        "    for function in (round_reference, round_to_bfloat16):\n"
-        "        outs.append(torch.empty(len(part), dtype=torch.bfloat16))\n"
-        "        function(part, outs[-1], rows, columns, start)\n"
-        "    assert torch.equal(*outs)\n"
-        "print('equal')"
+        "import test_rounding; from titan_muon.kernels import triton_rounding;"
+        "test_rounding.check_kernel(triton_rounding.round_to_bfloat16); print('equal')"
     )
     assert interpreted("-c", code) == "equal"
+
+
+def test_values_and_columns_are_loaded_in_vectors():
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from titan_muon.kernels import triton_rounding
+
+    types = {
+        "values": "*fp32", "out": "*bf16", "rows": "*i32", "columns": "*i32", "step": "*fp32",
+        "base": "i32", "height": "i32",
+    }  # fmt: skip
+    constants = {"start": 0, "count": 1 << 24, "width": 4096, "ROWS": 1, "COLUMNS": 1024}
+    accesses = global_accesses(triton_rounding._kernel, types, constants)
+    # A thread has eight values and as many columns; row and step are the same for all.
+    assert sorted(accesses) == ["ld.global.b32"] * 2 + ["ld.global.v4.b32"] * 4 + [
+        "st.global.v4.b32"
+    ]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_muon.distributed.layout import layout_of, local_region
 from titan_muon.distributed.tensors import own_coordinate
-from titan_muon.kernels.rounding import mixed, round_to_bfloat16
+from titan_muon.kernels.rounding import Noise, round_to_bfloat16
 
 __all__ = ["STEP", "Rounding", "is_rounded"]
 
@@ -52,14 +52,14 @@ class Rounding:
 
         Args:
             values: (n,) float32, elements of the flat shard. Not modified.
-            step: 0-d, number of the step.
+            step: 0-d, number of the step, on any device. Not read by the host.
             start: Place of the first one in the shard.
         """
         if self._rows.device != values.device:
             self._rows, self._columns = (t.to(values.device) for t in (self._rows, self._columns))
-        key = mixed(step.to(values.device, torch.int32) + self._base)
-        out = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
-        round_to_bfloat16(values, out, mixed(mixed(self._rows) ^ key), self._columns, start)
+        noise = Noise(self._rows, self._columns, step, self._base)
+        out = torch.empty_like(values, dtype=torch.bfloat16)
+        round_to_bfloat16(values, out, noise, start)
         return out
 
 
