@@ -7,6 +7,7 @@ from tests.unit.test_quantize import (
     FORMATS,
     blocks_of,
     check_kernels,
+    check_search,
     coding_of,
     parts_of,
 )
@@ -26,6 +27,13 @@ def test_kernels_equal_reference():
     from titan_muon.kernels import triton_quantize
 
     check_kernels(triton_quantize.decode, triton_quantize.encode, "cuda")
+
+
+def test_search_equals_torch():
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from tests.helpers.nearest import nearest
+
+    check_search(nearest, "cuda")
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -1,6 +1,7 @@
 """Codes and scales: the Triton kernels equal their torch definition, and what both compute."""
 
 import itertools
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -8,7 +9,16 @@ from torch import Tensor
 
 from tests.helpers.interpreter import interpreted
 from tests.helpers.ptx import global_accesses
-from titan_muon.kernels.quantize import Coding, decode, decode_reference, encode, encode_reference
+from titan_muon.kernels import quantize
+from titan_muon.kernels.quantize import (
+    Coding,
+    Search,
+    decode,
+    decode_reference,
+    encode,
+    encode_reference,
+    search_of,
+)
 
 FORMATS = ("int8", "int4", "float8")
 # Blocks of each tensor: part of a tile, whole tiles, several with a rest.
@@ -114,6 +124,83 @@ def test_triton_kernels_equal_reference_in_the_interpreter():
     assert interpreted("-c", code) == "equal"
 
 
+def maps_of(device: str = "cpu") -> dict[str, Tensor]:
+    """Return the middles of every map: those of this file, of torchao, and unusual ones."""
+    cases = list(itertools.product(("int8", "int4"), (True, False)))
+    codings = {f"{name} {signed}": coding_of(name, signed, device) for name, signed in cases}
+    if find_spec("torchao") is not None:
+        from titan_muon.optim.quantized import Quantized
+
+        none = torch.empty(0)
+        for name, signed in cases:
+            quantized = Quantized(none, none, (0,), name, signed)
+            codings[f"torchao {name} {signed}"] = quantized.coding(torch.device(device))
+    generator = torch.Generator().manual_seed(3)
+    spread = torch.randn(31, generator=generator) * torch.logspace(-45, 20, 31)
+    unusual = {
+        "all the same": torch.full((15,), 0.3),
+        "nothing but denormals": torch.linspace(-1e-42, 1e-42, 15),
+        "zeros": torch.tensor([-0.5, -0.0, 0.0, 0.0, 0.5, 0.5, 1.0]),
+        "far apart": spread.sort().values,
+        "negative": torch.linspace(-3.0, -1.0, 15),
+    }
+    found = {name: coding.middles for name, coding in codings.items()} | unusual
+    return {name: middles.to(device) for name, middles in found.items() if middles is not None}
+
+
+def numbers_around(middles: Tensor, search: Search) -> Tensor:
+    """Return each middle and edge of a bucket with its neighbours, and what is special."""
+    count = len(search.starts) // 2
+    edges = torch.arange(search.lowest, search.lowest + count + 1) << search.shift
+    edges = edges.clamp(max=0x7F800000).to(torch.int32).view(torch.float32)
+    infinity = torch.tensor(float("inf"))
+    some = torch.cat([middles.cpu(), edges, torch.logspace(-45, 38, 400)])
+    some = torch.cat(
+        [f(some) for f in (torch.clone, lambda x: x.nextafter(infinity))]
+        + [some.nextafter(-infinity)]
+    )
+    words = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+    special = torch.tensor(words, dtype=torch.int32).view(torch.float32)
+    return torch.cat([some, -some, special, -special])
+
+
+def check_search(nearest, device="cpu"):
+    """Compare with torch's search, and see it fail with a step less."""
+    for name, middles in maps_of(device).items():
+        search = search_of(middles)
+        values = numbers_around(middles, search)
+        # Where bits might be lost on the way: both signs of a NaN are among them.
+        assert (values.isnan() & values.signbit()).any()
+        want = torch.bucketize(values, middles.cpu(), out_int32=True, right=True)
+        assert (want[values.isnan()] == len(middles)).all()
+        values = values.to(device)
+        assert torch.equal(nearest(values, search).cpu(), want), name
+        assert search.steps > 0, name
+        fewer = search._replace(steps=search.steps - 1)
+        assert not torch.equal(nearest(values, fewer).cpu(), want), name
+
+
+def test_search_of_the_kernels_equals_torch_in_the_interpreter():
+    code = (
+        "import test_quantize; from tests.helpers.nearest import nearest;"
+        "test_quantize.check_search(nearest); print('equal')"
+    )
+    assert interpreted("-c", code) == "equal"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_tables_are_no_larger_than_their_steps_need(steps, monkeypatch):
+    monkeypatch.setattr(quantize, "_STEPS", steps)
+    for name, middles in maps_of().items():
+        search = search_of(middles)
+        if "int" in name:
+            assert 0 < search.steps <= steps, name
+            # Bytes; with each step more the largest table takes half of them.
+            assert len(search.starts) <= (12288 >> steps if "int8" in name else 384), name
+    # Equal middles are as many steps, whatever the table.
+    assert search_of(torch.full((15,), 0.3)).steps == 15
+
+
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("name", FORMATS)
 class TestDefinition:
@@ -171,7 +258,10 @@ def test_nothing_is_quantised_by_a_reciprocal():
 TYPES = {
     "tiles": "*i32", "pointers": "*i64", "values": "*fp32", "smallest": "fp32", "largest": "fp32",
 }  # fmt: skip
-MAPS = {"qmap": "*fp32", "middles": "*fp32"}
+MAPS = {
+    "qmap": "*fp32", "middles": "*fp32", "starts": "*u8",
+    "shift": "i32", "lowest": "i32", "buckets": "i32",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("only_changed", [True, False])
@@ -182,7 +272,7 @@ def test_codes_and_values_are_loaded_and_stored_in_vectors(levels, block, only_c
 
     types = {**TYPES, **(MAPS if levels else {})}
     shape = {"BLOCK": block, "ROWS": 2048 // block, "LEVELS": levels, "ALIGNED": True}
-    constants = {**shape, "ONLY_CHANGED": only_changed, "qmap": None, "middles": None}
+    constants = {**shape, "ONLY_CHANGED": only_changed, "STEPS": 1, **dict.fromkeys(MAPS)}
     # A thread has 16 values, and as many codes: 16 bytes, or 8 where two share one.
     codes = "v2.b32" if levels == 4 else "v4.b32"
     decoding = global_accesses(kernels._decode_kernel, types, constants)
@@ -197,4 +287,9 @@ def test_codes_and_values_are_loaded_and_stored_in_vectors(levels, block, only_c
     vectors = sorted(a for a in encoding if ".v" in a and a.startswith("ld"))
     read = [f"ld.global.{codes}"] if only_changed else []
     assert vectors == sorted(["ld.global.v4.b32"] * 4 + read)
-    assert not [a for a in decoding + encoding if ".b8" in a or ".b16" in a]
+    # A first code and as many middles as there are steps for each value.
+    looked_up = 16 if levels else 0
+    assert sum(a == "ld.global.b32" for a in encoding) <= 8 + looked_up * (1 + only_changed)
+    assert [a for a in encoding if ".b8" in a] == ["ld.global.b8"] * looked_up
+    assert not [a for a in decoding if ".b8" in a]
+    assert not [a for a in decoding + encoding if ".b16" in a]

@@ -73,13 +73,17 @@ def _float8(x):
 
 
 @triton.jit
-def _nearest(x, middles, LEVELS: tl.constexpr):
-    """Return how many of the middles are at most x, all of them for NaN."""
-    code = tl.zeros_like(x).to(tl.int32)
-    for level in tl.static_range(LEVELS):
-        half = 1 << (LEVELS - 1 - level)
-        code = tl.where(tl.load(middles + code + (half - 1)) > x, code, code + half)
-    return code
+def _nearest(
+    x, starts, middles, shift, lowest, buckets, STEPS: tl.constexpr, LAST: tl.constexpr
+):  # fmt: skip
+    """Return how many of the middles are at most x, all of them for NaN; see ``Search``."""
+    bits = x.to(tl.int32, bitcast=True)
+    bucket = ((bits & 0x7FFFFFFF) >> shift) - lowest
+    bucket = tl.minimum(tl.maximum(bucket, 0), buckets - 1) + ((bits >> 31) & buckets)
+    code = tl.load(starts + bucket).to(tl.int32)
+    for _ in tl.static_range(STEPS):
+        code += (x >= tl.load(middles + code)).to(tl.int32)
+    return tl.where(x == x, code, LAST)
 
 
 @triton.jit
@@ -94,11 +98,11 @@ def _decode_kernel(
     tl.store(values + place + _places(BLOCK, ROWS), value, mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift", "lowest", "buckets"])
 def _encode_kernel(
-    tiles, pointers, values, qmap, middles, smallest, largest,
+    tiles, pointers, values, qmap, starts, middles, shift, lowest, buckets, smallest, largest,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr,
-    ONLY_CHANGED: tl.constexpr,
+    STEPS: tl.constexpr, ONLY_CHANGED: tl.constexpr,
 ):  # fmt: skip
     BYTES: tl.constexpr = BLOCK // 2 if LEVELS == 4 else BLOCK
     codes, first, scales, place, inside = _tile(tiles, pointers, BLOCK, ROWS, ALIGNED)
@@ -114,7 +118,11 @@ def _encode_kernel(
         before *= tl.load(scales, mask=inside, other=0.0)[:, None]
         inside = tl.where(tl.max((value != before).to(tl.int32), 1) > 0, inside, False)
     quotient = tl.div_rn(value, tl.broadcast_to(scale[:, None], (ROWS, BLOCK)))
-    code = _nearest(quotient, middles, LEVELS) if LEVELS > 0 else _float8(quotient)
+    if LEVELS > 0:
+        LAST: tl.constexpr = (1 << LEVELS) - 1
+        code = _nearest(quotient, starts, middles, shift, lowest, buckets, STEPS, LAST)
+    else:
+        code = _float8(quotient)
     if LEVELS == 4:
         upper, lower = tl.split(tl.reshape(code, (ROWS, BLOCK // 2, 2)))
         code = (upper << 4) | lower
@@ -134,9 +142,11 @@ def decode(parts: Sequence[Tensor], coding: Coding) -> Tensor:
 def encode(values: Tensor, parts: Sequence[Tensor], coding: Coding, only_changed: bool) -> None:
     """See ``quantize.encode``."""
     tiles, pointers, shape = _launch(parts, tuple(part.numel() for part in parts[1::2]), coding)
+    starts, middles, shift, lowest, steps = coding.search or (None, None, 0, 0, 0)
+    buckets = 0 if starts is None else len(starts) // 2
     _encode_kernel[(len(tiles),)](
-        tiles, pointers, values, coding.qmap, coding.middles, SMALLEST_SCALE, FLOAT8_MAX,
-        ONLY_CHANGED=only_changed, **shape,
+        tiles, pointers, values, coding.qmap, starts, middles, shift, lowest, buckets,
+        SMALLEST_SCALE, FLOAT8_MAX, STEPS=steps, ONLY_CHANGED=only_changed, **shape,
     )  # fmt: skip
 
 
