@@ -9,6 +9,7 @@ by integer arithmetic: not every GPU of the package has instructions for it.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -130,42 +131,63 @@ def _encode_kernel(
     tl.store(scales, scale, mask=inside)
 
 
+class _Launch(NamedTuple):
+    """What every launch for the same tensors has in common.
+
+    Args:
+        tiles, pointers: See :func:`_tile`.
+        grid: As many programs as there are tiles.
+        elements: Of all tensors.
+        shape: The options that both kernels have.
+    """
+
+    tiles: Tensor
+    pointers: Tensor
+    grid: tuple[int]
+    elements: int
+    shape: dict[str, object]
+
+
 def decode(parts: Sequence[Tensor], coding: Coding) -> Tensor:
     """See ``quantize.decode``."""
-    device, blocks = parts[0].device, tuple(part.numel() for part in parts[1::2])
-    values = torch.empty(sum(blocks) * coding.block, dtype=torch.float32, device=device)
-    tiles, pointers, shape = _launch(parts, blocks, coding)
-    _decode_kernel[(len(tiles),)](tiles, pointers, values, coding.qmap, **shape)
+    tiles, pointers, grid, elements, shape = _launch_of(parts, coding)
+    values = torch.empty(elements, dtype=torch.float32, device=parts[0].device)
+    _decode_kernel[grid](tiles, pointers, values, coding.qmap, **shape)
     return values
 
 
 def encode(values: Tensor, parts: Sequence[Tensor], coding: Coding, only_changed: bool) -> None:
     """See ``quantize.encode``."""
-    tiles, pointers, shape = _launch(parts, tuple(part.numel() for part in parts[1::2]), coding)
+    tiles, pointers, grid, _, shape = _launch_of(parts, coding)
     starts, middles, shift, lowest, steps = coding.search or (None, None, 0, 0, 0)
-    buckets = 0 if starts is None else len(starts) // 2
-    _encode_kernel[(len(tiles),)](
+    buckets = 0 if starts is None else starts.numel() // 2
+    _encode_kernel[grid](
         tiles, pointers, values, coding.qmap, starts, middles, shift, lowest, buckets,
         SMALLEST_SCALE, FLOAT8_MAX, STEPS=steps, ONLY_CHANGED=only_changed, **shape,
     )  # fmt: skip
 
 
-def _launch(
-    parts: Sequence[Tensor], blocks: tuple[int, ...], coding: Coding
-) -> tuple[Tensor, Tensor, dict[str, object]]:
-    """Return both tables and the options of a launch."""
-    device, rows = parts[0].device, _TILE // coding.block
-    pointers, aligned = _pointers(tuple(part.data_ptr() for part in parts), device)
-    levels = 0 if coding.qmap is None else len(coding.qmap).bit_length() - 1
-    shape = {"BLOCK": coding.block, "ROWS": rows, "LEVELS": levels, "ALIGNED": aligned}
-    return _tiles(blocks, rows, device), pointers, {**shape, "num_warps": _WARPS}
+def _launch_of(parts: Sequence[Tensor], coding: Coding) -> _Launch:
+    addresses = tuple([part.data_ptr() for part in parts])
+    return _launch(addresses, tuple([p.numel() for p in parts[1::2]]), coding, parts[0].device)
 
 
 # State keeps its addresses; what was fetched from elsewhere mostly gets the same ones again.
 @lru_cache(maxsize=4096)
-def _pointers(addresses: tuple[int, ...], device: torch.device) -> tuple[Tensor, bool]:
-    table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
-    return table, all(address % 16 == 0 for address in addresses[::2])
+def _launch(
+    addresses: tuple[int, ...], blocks: tuple[int, ...], coding: Coding, device: torch.device
+) -> _Launch:
+    rows = _TILE // coding.block
+    pointers = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+    tiles = _tiles(blocks, rows, device)
+    shape = {
+        "BLOCK": coding.block,
+        "ROWS": rows,
+        "LEVELS": 0 if coding.qmap is None else len(coding.qmap).bit_length() - 1,
+        "ALIGNED": all(address % 16 == 0 for address in addresses[::2]),
+        "num_warps": _WARPS,
+    }
+    return _Launch(tiles, pointers, (len(tiles),), sum(blocks) * coding.block, shape)
 
 
 @lru_cache(maxsize=256)

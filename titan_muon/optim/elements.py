@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan_muon.optim.loans import Loan, Transfers
 from titan_muon.optim.observer import ElementwiseStep
-from titan_muon.optim.quantized import Quantized, section, unwrapped
+from titan_muon.optim.quantized import Quantized, pieces, unwrapped
 from titan_muon.optim.rounding import STEP, Rounding
 
 __all__ = ["in_chunks"]
@@ -53,8 +53,9 @@ def in_chunks(
             shards, of_shards = ([tensors[i] for i in direct] for tensors in (params, grads))
             step(shards, of_shards, [states[i] for i in direct], group)
         for alike in staged.values():
+            transfers = Transfers(alike[0].device)
             for sections in _cut(alike):
-                _step_sections(step, sections, group, conditional=conditional)
+                _step_sections(step, sections, transfers, group, conditional=conditional)
             for shard in alike:
                 shard.restore()
 
@@ -80,7 +81,7 @@ def _is_uniform(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | Quanti
 
 
 class _Shard:
-    """One parameter's local tensors, flat.
+    """One parameter's local tensors, flat and in pieces of ``CHUNK`` elements.
 
     Args:
         param, grad: Local tensors of one shape.
@@ -101,74 +102,72 @@ class _Shard:
         formats = [t.format if isinstance(t, Quantized) else t.dtype for t in self._live]
         self.kind = grad.dtype, *formats, *self.sliced, rounding is None
         self.dtype, self.device = param.dtype, param.device
-        self.flat = [t if isinstance(t, Quantized) else t.reshape(-1) for t in self._live]
-        self.flat_grad = grad.reshape(-1)
+        self._flat = [t if isinstance(t, Quantized) else t.reshape(-1) for t in self._live]
+        self.pieces = [pieces(t, CHUNK) for t in self._flat]
+        self.grads = pieces(grad.reshape(-1), CHUNK)
         items = [(k, t) for k, t in state.items() if k not in self.sliced]
-        self.whole = {k: t for k, t in items if isinstance(t, Tensor)}
-        # Each chunk of a shard takes the same step.
-        cut = self.size > CHUNK
-        self.before = {k: t.clone() for k, t in self.whole.items()} if cut else {}
+        whole = {k: t for k, t in items if isinstance(t, Tensor)}
+        # Each piece of a shard takes the same step, all but the first on copies.
+        others = len(self.grads) - 1
+        copies = {k: t.expand(others, *t.shape).clone() for k, t in whole.items() if others}
+        self.whole = [whole, *({k: t[i] for k, t in copies.items()} for i in range(others))]
 
     def restore(self) -> None:
         """Write back what had to be copied."""
-        for live, flat in zip(self._live, self.flat, strict=True):
+        for live, flat in zip(self._live, self._flat, strict=True):
             if isinstance(live, Tensor) and not live.is_contiguous():
                 live.copy_(cast(Tensor, flat).view(live.shape))
 
 
 class _Section(NamedTuple):
     shard: _Shard
-    start: int
-    stop: int
+    number: int
 
 
 def _cut(shards: Sequence[_Shard]) -> Iterator[list[_Section]]:
-    """Cut shards into chunks of at most ``CHUNK`` elements."""
+    """Group pieces of shards to chunks of at most ``CHUNK`` elements."""
     chunk: list[_Section] = []
     used = 0
     for shard in shards:
-        size = shard.size
-        for start in range(0, max(size, 1), CHUNK):
-            stop = min(start + CHUNK, size)
-            if chunk and used + stop - start > CHUNK:
+        for number in range(len(shard.grads)):
+            size = min(shard.size - number * CHUNK, CHUNK)
+            if chunk and used + size > CHUNK:
                 yield chunk
                 chunk, used = [], 0
-            chunk.append(_Section(shard, start, stop))
-            used += stop - start
+            chunk.append(_Section(shard, number))
+            used += size
     yield chunk
 
 
 def _step_sections(
     step: ElementwiseStep,
     sections: Sequence[_Section],
+    transfers: Transfers,
     group: Mapping[str, Any],
     *,
     conditional: bool,
 ) -> None:
     first = sections[0].shard
-    transfers = Transfers(first.device)
     work = torch.float64 if first.dtype == torch.float64 else torch.float32
-    lent = []
 
     def rounded(place: int, values: Tensor) -> Tensor:
-        shard, start, _ = sections[place]
+        shard, number = sections[place]
         if shard.rounding is None:
             raise AssertionError("shards of one kind are rounded alike")
-        return shard.rounding(values, shard.whole[STEP], start)
+        return shard.rounding(values, shard.whole[number][STEP], number * CHUNK)
 
     narrow = None if first.rounding is None else rounded
-    for number in range(len(first.flat)):
-        parts = [section(s.flat[number], start, stop) for s, start, stop in sections]
-        lent.append(Loan(parts, transfers, work, None if number else narrow))
-    grads = Loan([section(s.flat_grad, *at) for s, *at in sections], transfers, work)
+    lent = [
+        Loan([shard.pieces[i][n] for shard, n in sections], transfers, work, None if i else narrow)
+        for i in range(len(first.pieces))
+    ]
+    grads = Loan([shard.grads[n] for shard, n in sections], transfers, work)
     for loan in (*lent, grads):
         loan.open()
     states = []
-    for place, (shard, start, _) in enumerate(sections):
-        for key, value in shard.before.items() if start else ():
-            shard.whole[key].copy_(value)
+    for place, (shard, number) in enumerate(sections):
         values = zip(shard.sliced, lent[1:], strict=True)
-        states.append({**shard.whole, **{key: loan.work[place] for key, loan in values}})
+        states.append({**shard.whole[number], **{key: loan.work[place] for key, loan in values}})
     step(lent[0].work, grads.work, states, group)
     for loan in lent:
         loan.store(only_changed=conditional)

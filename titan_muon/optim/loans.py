@@ -132,7 +132,8 @@ class Loan:
         self._transfers.wait(self._fetched)
         if self._coding is not None:
             values = decode(self._fetched, self._coding)
-            self._values = values if self._dtype is None else values.to(self._dtype)
+            given = self._dtype is None or self._dtype == values.dtype
+            self._values = values if given else values.to(self._dtype)
             self.work = self._cut(self._values)
         elif self._dtype in (None, self._fetched[0].dtype):
             self.work = self._fetched
@@ -164,5 +165,7 @@ class Loan:
 
     def _cut(self, values: Tensor) -> list[Tensor]:
         """Return views of flat values, one a tensor."""
+        if len(self._shapes) == 1:
+            return [values.view(self._shapes[0])]
         pieces = values.split_with_sizes([math.prod(shape) for shape in self._shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]

@@ -1,7 +1,7 @@
 """torchao's quantised tensors as state, and the plain tensors that they consist of."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -18,8 +18,8 @@ __all__ = [
     "clone_state",
     "dequantized",
     "is_quantized",
+    "pieces",
     "quantized_class",
-    "section",
     "stored",
     "unwrapped",
 ]
@@ -145,21 +145,25 @@ def unwrapped(tensor: Tensor) -> Tensor | Quantized:
     return Quantized(codes, scale, shape, chosen, getattr(quantized, "signed", True))
 
 
-def section(tensor: Tensor | Quantized, start: int, stop: int) -> Tensor | Quantized:
-    """Return consecutive elements of a local tensor, flat; shares its memory.
+def pieces(tensor: Tensor | Quantized, size: int) -> Sequence[Tensor | Quantized]:
+    """Return consecutive elements of a local tensor, flat; they share its memory.
 
     Args:
-        tensor: One dim, or quantised; then the section is a whole number of blocks.
-        start, stop: Half-open range.
+        tensor: One dim, or quantised.
+        size: Elements of each piece but the last; where quantised, a whole number of blocks.
     """
     if isinstance(tensor, Tensor):
-        return tensor if stop - start == len(tensor) else tensor[start:stop]
-    codes, scale, size = tensor.codes, tensor.scale, math.prod(tensor.shape)
-    if stop - start < size:
-        packed, block = size // codes.numel(), size // scale.numel()
-        codes = codes.view(-1)[start // packed : stop // packed]
-        scale = scale[start // block : stop // block]
-    return Quantized(codes, scale, (stop - start,), tensor.format, tensor.signed)
+        return [tensor] if tensor.numel() <= size else tensor.split(size)
+    codes, scale, count = tensor.codes, tensor.scale, math.prod(tensor.shape)
+    parts: Iterable[tuple[Tensor, Tensor]] = [(codes, scale)]
+    if count > size:
+        packed, block = count // codes.numel(), count // scale.numel()
+        parts = zip(codes.view(-1).split(size // packed), scale.split(size // block), strict=True)
+    starts = range(0, max(count, 1), size)
+    return [
+        Quantized(*part, (min(size, count - start),), tensor.format, tensor.signed)
+        for part, start in zip(parts, starts, strict=True)
+    ]
 
 
 def clone_state(tensor: Tensor) -> Tensor:
