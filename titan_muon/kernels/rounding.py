@@ -87,12 +87,12 @@ def touched(noise: Noise, start: int, count: int) -> tuple[Noise, int]:
     Returns:
         It, and the place of the first element in it, less than the number of its columns.
     """
-    rows, columns, width = noise.rows, noise.columns, len(noise.columns)
+    rows, columns, width = noise.rows, noise.columns, noise.columns.numel()
     first, last = start // width, (start + count - 1) // width
     start -= first * width
     if first == last and count < width:
         columns, start = columns[start : start + count], 0
-    if last - first + 1 < len(rows):
+    if last - first + 1 < rows.numel():
         rows = rows[first : last + 1]
     return noise._replace(rows=rows, columns=columns), start
 

@@ -51,7 +51,7 @@ def round_to_bfloat16(values: Tensor, out: Tensor, noise: Noise, start: int) -> 
     """See ``rounding.round_to_bfloat16``; the step lies on the device of the values."""
     count = values.numel()
     (rows, columns, step, base), start = touched(noise, start, count)
-    height, width = len(rows), len(columns)
+    height, width = rows.numel(), columns.numel()
     across = min(_TILE, triton.next_power_of_2(width))
     down = _TILE // across
     _kernel[(triton.cdiv(height, down) * triton.cdiv(width, across),)](
