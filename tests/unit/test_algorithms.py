@@ -94,6 +94,26 @@ def test_chunks_of_a_mixed_parameter_equal_one_piece(monkeypatch):
     assert results[0][1]["step"] == 3
 
 
+def test_what_is_left_of_parameters_shares_chunks(monkeypatch):
+    from titan_muon.optim import elements
+    from titan_muon.optim.algorithms import adamw
+
+    sizes = []
+
+    def counted(params, *args, **options):
+        sizes.append([p.numel() for p in params])
+        return kernel(params, *args, **options)
+
+    kernel = adamw.adam
+    monkeypatch.setattr(adamw, "adam", counted)
+    monkeypatch.setattr(elements, "CHUNK", 16)
+    params = parameters((4, 6), (5,), (40,), (2, 4), dtype=torch.bfloat16)
+    optimizer = Muon([{"params": params, "algorithm": "adamw"}], lr=0.1)
+    train(optimizer, 1)
+    assert sizes == [[16], [16], [16], [8, 8], [8, 5]]
+    assert all(optimizer.state[p]["step"] == 1 for p in params)
+
+
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(8, 12), (12, 8), (8, 8)], ids=str)

@@ -122,20 +122,26 @@ class _Shard:
 class _Section(NamedTuple):
     shard: _Shard
     number: int
+    size: int
 
 
 def _cut(shards: Sequence[_Shard]) -> Iterator[list[_Section]]:
     """Group pieces of shards to chunks of at most ``CHUNK`` elements."""
+    sections = [
+        _Section(shard, number, min(shard.size - number * CHUNK, CHUNK))
+        for shard in shards
+        for number in range(len(shard.grads))
+    ]
+    # Whole chunks first, so that what is left of shards comes together.
+    sections.sort(key=lambda section: -section.size)
     chunk: list[_Section] = []
     used = 0
-    for shard in shards:
-        for number in range(len(shard.grads)):
-            size = min(shard.size - number * CHUNK, CHUNK)
-            if chunk and used + size > CHUNK:
-                yield chunk
-                chunk, used = [], 0
-            chunk.append(_Section(shard, number))
-            used += size
+    for section in sections:
+        if chunk and used + section.size > CHUNK:
+            yield chunk
+            chunk, used = [], 0
+        chunk.append(section)
+        used += section.size
     yield chunk
 
 
@@ -151,21 +157,21 @@ def _step_sections(
     work = torch.float64 if first.dtype == torch.float64 else torch.float32
 
     def rounded(place: int, values: Tensor) -> Tensor:
-        shard, number = sections[place]
+        shard, number, _ = sections[place]
         if shard.rounding is None:
             raise AssertionError("shards of one kind are rounded alike")
         return shard.rounding(values, shard.whole[number][STEP], number * CHUNK)
 
     narrow = None if first.rounding is None else rounded
-    lent = [
-        Loan([shard.pieces[i][n] for shard, n in sections], transfers, work, None if i else narrow)
-        for i in range(len(first.pieces))
-    ]
-    grads = Loan([shard.grads[n] for shard, n in sections], transfers, work)
+    lent = []
+    for i in range(len(first.pieces)):
+        parts = [s.shard.pieces[i][s.number] for s in sections]
+        lent.append(Loan(parts, transfers, work, None if i else narrow))
+    grads = Loan([s.shard.grads[s.number] for s in sections], transfers, work)
     for loan in (*lent, grads):
         loan.open()
     states = []
-    for place, (shard, number) in enumerate(sections):
+    for place, (shard, number, _) in enumerate(sections):
         values = zip(shard.sliced, lent[1:], strict=True)
         states.append({**shard.whole[number], **{key: loan.work[place] for key, loan in values}})
     step(lent[0].work, grads.work, states, group)
