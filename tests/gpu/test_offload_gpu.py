@@ -194,6 +194,24 @@ def test_stochastic_rounding_agrees_with_the_cpu():
         assert (cpu != cuda).float().mean().item() < 0.05
 
 
+def test_elementwise_weights_of_one_group_may_lie_on_two_devices():
+    runs = []
+    for devices in (("cpu", "cpu", "cpu"), ("cpu", "cuda", "cpu")):
+        generator = torch.Generator().manual_seed(0)
+        params = [
+            nn.Parameter(torch.randn(40, generator=generator).bfloat16().to(d)) for d in devices
+        ]
+        optimizer = Muon([{"params": params, "algorithm": "adamw"}], lr=0.1)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.randn(40, generator=generator).bfloat16().to(param.device)
+            optimizer.step()
+        runs.append([p.detach().cpu().float() for p in params])
+    for one, two in zip(*runs, strict=True):
+        # The fused kernel of a GPU may round float32 otherwise, so a weight by one bfloat16.
+        torch.testing.assert_close(two, one, rtol=2**-7, atol=1e-6)
+
+
 def test_no_host_sync_with_quantised_state_and_rounding():
     pytest.importorskip("torchao")
     params = [nn.Parameter(torch.randn(256, 512, device="cuda").bfloat16()) for _ in range(3)]

@@ -100,8 +100,8 @@ class _Shard:
         self.sliced = [key for key, t in state.items() if _is_sliced(key, t, param)]
         self._live = [param, *(state[key] for key in self.sliced)]
         formats = [t.format if isinstance(t, Quantized) else t.dtype for t in self._live]
-        self.kind = grad.dtype, *formats, *self.sliced, rounding is None
         self.dtype, self.device = param.dtype, param.device
+        self.kind = self.device, grad.dtype, *formats, *self.sliced, rounding is None
         self._flat = [t if isinstance(t, Quantized) else t.reshape(-1) for t in self._live]
         self.pieces = [pieces(t, CHUNK) for t in self._flat]
         self.grads = pieces(grad.reshape(-1), CHUNK)
