@@ -68,6 +68,32 @@ def test_sizes_the_copy_engine_cannot_address():
         check_gram(x, None)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [None, POINTER, pytest.param(HOPPER_SMALL, marks=needs_hopper)],
+    ids=["chosen", "pointer", "hopper"],
+)
+def test_repeated_launches_follow_their_operands(shape):
+    """The second launch of a size skips Triton's binder, wherever its operands lie."""
+    memory = torch.randn(4 << 20, device="cuda", dtype=torch.float32).half()
+    chosen = memory[: 2 * 512 * 768].view(2, 512, 768).clone()
+    expected = symmetric_matmul.gram(chosen, configuration=shape)
+    addend = torch.randn_like(expected)
+    product = {"alpha": 0.5, "beta": 2.0, "configuration": shape}
+    twice = symmetric_matmul.symmetric_product(expected, expected, addend, **product)
+    for start in (0, 8, 64, 128, 131072, 1):
+        place = memory[start : start + chosen.numel()].view(chosen.shape)
+        place.copy_(chosen)
+        out = torch.full_like(expected, float("nan"))
+        assert torch.equal(symmetric_matmul.gram(place, out=out, configuration=shape), expected)
+        moved = memory[start : start + out.numel()].view(out.shape).copy_(expected)
+        found = symmetric_matmul.symmetric_product(moved, moved, addend, **product)
+        assert torch.equal(found, twice)
+        other = {**product, "beta": 3.0}
+        changed = symmetric_matmul.symmetric_product(moved, moved, addend, **other)
+        assert not torch.equal(changed, twice)
+
+
 def test_divide():
     check_divide("cuda")
 

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_muon.kernels.launcher import launch
+
 _BLOCK = 4096
 
 
@@ -29,7 +31,7 @@ def _divide_kernel(
     )
 
 
-def launch(x: Tensor, divisor: Tensor, out: Tensor) -> None:
+def divide(x: Tensor, divisor: Tensor, out: Tensor) -> None:
     """Write ``x / divisor`` to ``out``.
 
     Args:
@@ -39,6 +41,5 @@ def launch(x: Tensor, divisor: Tensor, out: Tensor) -> None:
     """
     size = x.shape[1] * x.shape[2]
     blocks = triton.cdiv(size, _BLOCK)
-    _divide_kernel[(x.shape[0] * blocks,)](
-        x, divisor, out, size, x.stride(0), out.stride(0), blocks, BLOCK=_BLOCK, num_warps=8
-    )
+    arguments = (x, divisor, out, size, x.stride(0), out.stride(0), blocks)
+    launch(_divide_kernel, (x.shape[0] * blocks,), arguments, {"BLOCK": _BLOCK}, num_warps=8)

@@ -14,8 +14,8 @@ through which C enters, while the products run, and through which the tile and i
 leave, while the next products run; the two never wait for each other.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_muon.kernels.configurations import Configuration
+from titan_muon.kernels.launcher import Launch
 from titan_muon.kernels.triton_tiles import rectangle_tile_of, tile_of
 
 _triangle_tile_of = gluon.jit(tile_of)
@@ -203,12 +204,7 @@ def _hopper_kernel(
     # fmt: on
 
 
-# What Triton compiled, by all that the compilation depends on. Finding it through Triton's own
-# binder, which spells out five descriptors, takes longer than the product of a small matrix.
-_COMPILED: dict[tuple[int | None, torch.dtype, tuple[object, ...]], Any] = {}
-
-
-def launch(
+def multiply(
     a: Tensor,
     b: Tensor,
     c: Tensor | None,
@@ -218,7 +214,7 @@ def launch(
     shape: Configuration,
     *,
     symmetric: bool = True,
-) -> Tensor:
+) -> Launch:
     """Run the Hopper kernel; see :func:`titan_muon.kernels.symmetric_matmul.symmetric_product`.
 
     Args:
@@ -231,32 +227,37 @@ def launch(
         out: (B, M, N), rows dense.
         shape: Launch shape.
         symmetric: Compute one triangle and mirror it; otherwise everything.
+
+    Returns:
+        What repeats it; takes the addresses of a, b, c (any number for None) and out.
     """
     batch, rows, depth = a.shape
     columns = b.shape[2]
     a_transposed, b_transposed = a.stride(2) != 1, b.stride(2) != 1
     half = shape.bm // 2
-    out_desc = _describe(out, half, shape.bn)
     tiles = shape.tiles(rows) if symmetric else shape.all_tiles(rows, columns)
     total = batch * tiles
-    arguments = (
+    out_desc = _describe(out, half, shape.bn)
+    descriptors = (
         _describe(a.mT, shape.bk, half) if a_transposed else _describe(a, half, shape.bk),
         _describe(b.mT, shape.bn, shape.bk) if b_transposed else _describe(b, shape.bk, shape.bn),
         out_desc if c is None else _describe(c, half, shape.bn),
         out_desc,
         _describe(out, shape.bn, half),
+    )
+    rest = (
         rows, columns, depth, alpha, beta, tiles, total,
         c is not None, symmetric, a_transposed, b_transposed,
         shape.bm, shape.bn, shape.bk, shape.group, shape.stages,
     )  # fmt: skip
-    grid = (min(total, _multiprocessors(a.device)), 1, 1)
-    key = (a.device.index, a.dtype, arguments[12:])
-    compiled = _COMPILED.get(key)
-    if compiled is None:
-        _COMPILED[key] = _hopper_kernel[grid](*arguments, num_warps=4)
-    else:
-        compiled[grid](*arguments)
-    return out
+    grid = (min(total, _multiprocessors(a.device)),)
+    compiled = _hopper_kernel[grid](*descriptors, *rest, num_warps=4)
+    owners = (0, 1, 3 if c is None else 2, 3, 3)
+
+    def moved(addresses: Sequence[int]) -> list[TensorDescriptor]:
+        return [_moved(d, addresses[i]) for d, i in zip(descriptors, owners, strict=True)]
+
+    return Launch(compiled, grid, moved, rest)
 
 
 @lru_cache(maxsize=16)
@@ -271,27 +272,24 @@ def _layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout
 
 
 def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), rows, columns)
+    layout, block = _layout(x.dtype, rows, columns), [1, rows, columns]
+    address = _Address(x.data_ptr(), x.dtype)
+    return TensorDescriptor(address, list(x.shape), list(x.stride()), block, layout)
 
 
-# Work buffers lie at the same few addresses in every step, and checking a descriptor takes longer
-# than finding it here.
-@lru_cache(maxsize=4096)
-def _descriptor(
-    address: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    rows: int,
-    columns: int,
-) -> TensorDescriptor:
-    layout = _layout(dtype, rows, columns)
-    block = [1, rows, columns]
-    return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), block, layout)
+def _moved(descriptor: TensorDescriptor, address: int) -> TensorDescriptor:
+    """Return a descriptor of the same tensor elsewhere."""
+    # Past its constructor, which checks what the first one was checked for.
+    moved = object.__new__(TensorDescriptor)
+    moved.__dict__.update(descriptor.__dict__)
+    moved.base = _Address(address, descriptor.base.dtype)
+    return moved
 
 
 class _Address:
-    """What a descriptor asks of its tensor; a cached tensor would keep its memory allocated."""
+    """What a descriptor asks of its tensor; a tensor that is kept would keep its memory."""
+
+    __slots__ = ("address", "dtype")
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.address, self.dtype = address, dtype

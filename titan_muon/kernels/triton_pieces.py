@@ -5,7 +5,8 @@
 All of them are bound by memory. One program handles one tile; which one, it reads from the table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_muon.kernels.dispatch import on_device_of
+from titan_muon.kernels.launcher import launch
 from titan_muon.kernels.pieces import TILE, PieceTable, TensorList, TileClass
 
 # Runs only where some ranks lack a gradient.
@@ -205,11 +207,12 @@ def emit(
     g, m = _pointers(grads, table), _pointers(momenta, table)
     with on_device_of(flat):
         for tiles in on.classes:
-            _emit_kernel[(len(tiles.tiles),)](
+            arguments = (
                 g.table, m.table, g.like, m.like, flat, factors, tiles.tiles, on.segments,
                 momentum, sign,
-                NESTEROV=nesterov, SCALED=factors is not None, **_shape(tiles, g, m),
             )  # fmt: skip
+            flags = {"NESTEROV": nesterov, "SCALED": factors is not None}
+            _launch(_emit_kernel, arguments, flags, tiles, g, m)
 
 
 def statistics(tensors: Sequence[Tensor], table: PieceTable) -> Tensor:
@@ -218,9 +221,8 @@ def statistics(tensors: Sequence[Tensor], table: PieceTable) -> Tensor:
     on, partial, x = table.on(device), _partials(table, device), _pointers(tensors, table)
     with on_device_of(partial):
         for tiles in on.classes:
-            _statistics_kernel[(len(tiles.tiles),)](
-                x.table, x.like, partial, tiles.tiles, on.segments, **_shape(tiles, x)
-            )
+            arguments = (x.table, x.like, partial, tiles.tiles, on.segments)
+            _launch(_statistics_kernel, arguments, {}, tiles, x)
         return _reduce(partial, table, device)
 
 
@@ -247,11 +249,11 @@ def write(
     on, p = table.on(flat.device), _pointers(params, table)
     with on_device_of(flat):
         for tiles in on.classes:
-            _write_kernel[(len(tiles.tiles),)](
+            arguments = (
                 p.table, p.like, flat, factors, keep, tiles.tiles, on.segments, lr, weight_decay,
-                LR_TENSOR=isinstance(lr, Tensor), CAUTIOUS=cautious, KEEP=keep is not None,
-                **_shape(tiles, p),
             )  # fmt: skip
+            flags = {"LR_TENSOR": isinstance(lr, Tensor), "CAUTIOUS": cautious}
+            _launch(_write_kernel, arguments, {**flags, "KEEP": keep is not None}, tiles, p)
 
 
 def _advance(
@@ -263,11 +265,12 @@ def _advance(
     g, m = _pointers(grads, table), _pointers(momenta, table)
     with on_device_of(partial):
         for tiles in on.classes:
-            _advance_kernel[(len(tiles.tiles),)](
+            arguments = (
                 g.table, m.table, g.like, m.like, partial, keep, tiles.tiles, on.segments,
                 momentum, sign,
-                ADVANCE=advance, NESTEROV=nesterov, KEEP=keep is not None, **_shape(tiles, g, m),
             )  # fmt: skip
+            flags = {"ADVANCE": advance, "NESTEROV": nesterov, "KEEP": keep is not None}
+            _launch(_advance_kernel, arguments, flags, tiles, g, m)
         return _reduce(partial, table, device)
 
 
@@ -278,10 +281,9 @@ def _copy(
     on, x = table.on(flat.device), _pointers(tensors, table)
     with on_device_of(flat):
         for tiles in on.classes:
-            _copy_kernel[(len(tiles.tiles),)](
-                x.table, x.like, flat, factors, keep, tiles.tiles, on.segments, TO_FLAT=to_flat,
-                SCALED=factors is not None, KEEP=keep is not None, **_shape(tiles, x),
-            )  # fmt: skip
+            arguments = (x.table, x.like, flat, factors, keep, tiles.tiles, on.segments)
+            flags = {"TO_FLAT": to_flat, "SCALED": factors is not None, "KEEP": keep is not None}
+            _launch(_copy_kernel, arguments, flags, tiles, x)
 
 
 class _Pointers:
@@ -310,13 +312,13 @@ def _pointers(tensors: Sequence[Tensor], table: PieceTable) -> _Pointers:
     return found
 
 
-def _shape(tiles: TileClass, *pointers: _Pointers) -> dict[str, object]:
-    return {
-        "COLUMNS": tiles.columns,
-        "ROWS": TILE // tiles.columns,
-        "ALIGNED": tiles.aligned and all(p.aligned for p in pointers),
-        "num_warps": _WARPS,
-    }
+def _launch(
+    kernel: Any, arguments: Sequence[Any], flags: Mapping[str, bool], tiles: TileClass,
+    *pointers: _Pointers,
+) -> None:  # fmt: skip
+    aligned = tiles.aligned and all(p.aligned for p in pointers)
+    shape = {"COLUMNS": tiles.columns, "ROWS": TILE // tiles.columns, "ALIGNED": aligned}
+    launch(kernel, (len(tiles.tiles),), arguments, {**flags, **shape}, num_warps=_WARPS)
 
 
 def _partials(table: PieceTable, device: torch.device) -> Tensor:
@@ -326,5 +328,6 @@ def _partials(table: PieceTable, device: torch.device) -> Tensor:
 def _reduce(partial: Tensor, table: PieceTable, device: torch.device) -> Tensor:
     result = torch.empty((table.pieces, 2), dtype=torch.float32, device=device)
     if table.pieces:
-        _reduce_kernel[(table.pieces,)](partial, table.on(device).bounds, result, CHUNK=1024)
+        arguments = (partial, table.on(device).bounds, result)
+        launch(_reduce_kernel, (table.pieces,), arguments, {"CHUNK": 1024})
     return result

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_muon.kernels.launcher import launch
+
 __all__ = ["scale_rows_"]
 
 _TILE = 4096
@@ -29,4 +31,5 @@ def scale_rows_(x: Tensor, factors: Tensor) -> None:
     width = min(_TILE, triton.next_power_of_2(columns))
     height = _TILE // width
     grid = (triton.cdiv(rows, height), triton.cdiv(columns, width))
-    _scale_kernel[grid](x, factors, rows, columns, COLUMNS=width, ROWS=height, num_warps=8)
+    shape = {"COLUMNS": width, "ROWS": height}
+    launch(_scale_kernel, grid, (x, factors, rows, columns), shape, num_warps=8)

@@ -7,11 +7,14 @@ Importing this module imports triton.
 Tiles: see [Note: tiles of a triangle] in :mod:`titan_muon.kernels.triton_tiles`.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from titan_muon.kernels.configurations import Configuration
+from titan_muon.kernels.launcher import Launch, launch
 from titan_muon.kernels.triton_tiles import tile_of
 
 _tile_of = triton.jit(tile_of)
@@ -116,7 +119,7 @@ def _pointer_kernel(
     )  # fmt: skip
 
 
-def launch(
+def multiply(
     a: Tensor,
     b: Tensor,
     c: Tensor | None,
@@ -124,20 +127,34 @@ def launch(
     beta: float,
     out: Tensor,
     shape: Configuration,
-) -> Tensor:
-    """Run the pointer kernel; see :func:`titan_muon.kernels.symmetric_matmul.symmetric_product`."""
+) -> Launch | None:
+    """Run the pointer kernel; see :func:`titan_muon.kernels.symmetric_matmul.symmetric_product`.
+
+    Returns:
+        What repeats it, as of the Hopper kernel; None in Triton's interpreter.
+    """
     batch, rows, depth = a.shape
     tiles = shape.tiles(rows)
     addend = out if c is None else c
-    _pointer_kernel[(batch * tiles,)](
-        a, b, addend, out, rows, depth, *a.stride(), *b.stride(), *addend.stride(), *out.stride(),
-        alpha, beta, tiles,
-        HAS_C=c is not None,
-        EVEN_K=depth % shape.bk == 0,
-        # The interpreter multiplies 16-bit operands in their own dtype.
-        UPCAST=triton.knobs.runtime.interpret,
-        PRECISION="ieee",
-        BM=shape.bm, BN=shape.bn, BK=shape.bk, GROUP=shape.group,
-        num_warps=shape.warps, num_stages=shape.stages,
+    rest = (
+        rows, depth, *a.stride(), *b.stride(), *addend.stride(), *out.stride(), alpha, beta, tiles,
     )  # fmt: skip
-    return out
+    constants = {
+        "HAS_C": c is not None,
+        "EVEN_K": depth % shape.bk == 0,
+        # The interpreter multiplies 16-bit operands in their own dtype.
+        "UPCAST": triton.knobs.runtime.interpret,
+        "PRECISION": "ieee",
+        **{"BM": shape.bm, "BN": shape.bn, "BK": shape.bk, "GROUP": shape.group},
+    }
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    grid, arguments = (batch * tiles,), (a, b, addend, out, *rest)
+    compiled = launch(_pointer_kernel, grid, arguments, constants, **options)
+    if compiled is None:
+        return None
+
+    def moved(addresses: Sequence[int]) -> tuple[int, int, int, int]:
+        left, right, third, target = addresses
+        return left, right, target if c is None else third, target
+
+    return Launch(compiled, grid, moved, (*rest, *constants.values()))
