@@ -433,7 +433,7 @@ def test_norms_of_the_kernels_path_outlive_their_squares():
     x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     x = x * torch.tensor([1e-35, 1e-24, 1.0, 1e30, 0.0, 1.0])[:, None]
     x[5, 3] = torch.nan
-    inverse = inverse_norms(x.abs().amax(1), x.square().sum(1), torch.full((6,), 40.0))
+    inverse = inverse_norms(x.abs().amax(1), x.square().sum(1), 40.0**0.5)
     norms = (x.double() * inverse.double()[:, None]).norm(dim=1)
     # Never above 1, where the iteration diverges; exact where the squares are.
     assert norms[2].item() == pytest.approx(1.0, rel=1e-6)
@@ -451,7 +451,7 @@ def test_start_of_a_matrix_of_subnormal_numbers_is_finite(dtype):
     schedule = resolve_schedule("polar_express", 5)
     start = starting_norm(1024, 4096, torch.float16, torch.device("cpu"), schedule)
     assert start > 30
-    factors = inverse_norms(largest, largest.square(), torch.full_like(largest, 2.0)) * start
+    factors = inverse_norms(largest, largest.square(), 2.0**0.5) * start
     assert factors.isfinite().all()
     assert (largest * factors).isfinite().all()
 

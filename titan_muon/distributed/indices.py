@@ -5,10 +5,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titan_muon.distributed.tables import BatchTables, StageTables
+from titan_muon.distributed.plan import Plan
+from titan_muon.distributed.tables import BatchTables, RankTables, StageTables
 from titan_muon.distributed.wire import FIELDS_BACK, FIELDS_THERE
 
-__all__ = ["BatchIndex", "StageIndex"]
+__all__ = ["BatchIndex", "OwnIndex", "StageIndex"]
+
+
+class OwnIndex:
+    """What is known of this rank's own pieces before any step.
+
+    Args:
+        plan: The plan.
+        tables: This rank's tables.
+        device: Where statistics lie.
+
+    Attributes:
+        params: (own pieces,), their parameters.
+        roots: (own pieces,) float32, roots of their numbers of elements.
+    """
+
+    def __init__(self, plan: Plan, tables: RankTables, device: torch.device) -> None:
+        self.params = _index([plan.units[unit].param for unit in tables.own_units]).to(device)
+        elements = torch.zeros(len(self.params), device=device)
+        for part in tables.own:
+            for table in part.values():
+                # Every own piece is in one table.
+                elements += table.on(device).elements
+        self.roots = elements.sqrt_()
 
 
 class StageIndex:
@@ -16,6 +40,7 @@ class StageIndex:
 
     Args:
         tables: The stage's tables.
+        own_pieces: Number of own pieces of the rank.
         device: Where packets and statistics lie.
 
     Attributes:
@@ -25,14 +50,14 @@ class StageIndex:
         batches: One entry a batch.
     """
 
-    def __init__(self, tables: StageTables, device: torch.device) -> None:
+    def __init__(self, tables: StageTables, own_pieces: int, device: torch.device) -> None:
         counts = (FIELDS_THERE, FIELDS_THERE, FIELDS_BACK, FIELDS_BACK)
         self.sent, self.received, self.returned, self.landed = (
             (_index(starts).view(-1, 1) + torch.arange(count)).to(device)
             for starts, count in zip(tables.headers, counts, strict=True)
         )
         self.pieces = _index(tables.send_pieces).to(device)
-        self.batches = [BatchIndex(batch, device) for batch in tables.batches]
+        self.batches = [BatchIndex(batch, self, own_pieces) for batch in tables.batches]
 
 
 class BatchIndex:
@@ -40,30 +65,41 @@ class BatchIndex:
 
     Args:
         tables: The batch's tables.
-        device: Where.
+        stage: Indices of its stage.
+        own_pieces: Number of own pieces of the rank.
 
     Attributes:
         own_pieces: (B,), own piece of each matrix; empty where they travel.
-        parcels, positions: (P,), arriving parcels with directions, and their matrices.
-        padded, there: (B, K), the same parcels by matrix, and which places hold one.
-        back_parcels, back_positions: All parcels that leave, and their matrices.
+        by_piece, by_parcel: (own pieces,) and (parcels received there,), the matrix of each; 0
+            where it is not of this batch.
+        padded, there: (B, K), arriving parcels with directions by matrix, and which places hold
+            one.
+        back_parcels, back_matrices: (P,), all parcels that leave, and their matrices.
+        returned: (P, fields), where the headers of these are.
     """
 
-    def __init__(self, tables: BatchTables, device: torch.device) -> None:
+    def __init__(self, tables: BatchTables, stage: StageIndex, own_pieces: int) -> None:
+        device = stage.received.device
         self.own_pieces = _index(tables.own_pieces).to(device)
-        self.parcels, self.positions = _by_position(tables.parcels, device)
-        self.back_parcels, self.back_positions = _by_position(tables.back_parcels, device)
+        self.by_piece = _inverse([(p,) for p in tables.own_pieces], own_pieces).to(device)
+        self.by_parcel = _inverse(tables.parcels, len(stage.received)).to(device)
         width = max((len(numbers) for numbers in tables.parcels), default=0)
         rows = [[*numbers, *[-1] * (width - len(numbers))] for numbers in tables.parcels]
         padded = torch.tensor(rows, dtype=torch.int64).view(len(rows), width)
-        self.there = (padded >= 0).to(device)
+        self.there = (padded >= 0).unsqueeze(-1).to(device)
         self.padded = padded.clamp_min(0).to(device)
+        leaving = [(n, b) for b, numbers in enumerate(tables.back_parcels) for n in numbers]
+        pairs = torch.tensor(leaving, dtype=torch.int64).view(-1, 2).to(device)
+        self.back_parcels, self.back_matrices = pairs.unbind(dim=1)
+        self.returned = stage.returned[self.back_parcels]
 
 
-def _by_position(numbers: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    flat = [number for group in numbers for number in group]
-    positions = [position for position, group in enumerate(numbers) for _ in group]
-    return _index(flat).to(device), _index(positions).to(device)
+def _inverse(numbers: Sequence[Sequence[int]], count: int) -> Tensor:
+    """Return (count,), the position of the sequence in which each number is, or 0."""
+    result = torch.zeros(count, dtype=torch.int64)
+    for position, group in enumerate(numbers):
+        result[list(group)] = position
+    return result
 
 
 def _index(numbers: Sequence[int]) -> Tensor:

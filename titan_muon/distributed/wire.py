@@ -1,7 +1,7 @@
 """Headers of parcels, and the power-of-two scale of 16-bit ones.
 
-A 16-bit parcel is multiplied by the power of two that brings its largest element near the top of
-the range, so that its precision does not depend on its scale; the exponent travels in the header.
+A 16-bit parcel is divided by the power of two that brings its largest element near the top of the
+range, so that its precision does not depend on its scale; that scale travels in the header.
 Powers of two round nothing, so the scaling itself is exact.
 """
 
@@ -11,19 +11,20 @@ from torch import Tensor
 __all__ = [
     "FIELDS_BACK",
     "FIELDS_THERE",
-    "exponents",
-    "power_of_two",
+    "parcel_scales",
     "read_headers",
     "write_headers",
 ]
 
 # float16 reaches 2**15; one power less leaves room for rounding.
 _TOP = 14
-_LOWEST, _HIGHEST = -100, 126
-# Exponent, flag, sum of squares of the weights, and of the direction largest magnitude and sum of
+# By either end the scale and its reciprocal are normal numbers.
+_SMALLEST, _LARGEST = 2.0**-100, 2.0**126
+_EXPONENT_BITS = 0x7F800000
+# Scale, flag, sum of squares of the weights, and of the direction largest magnitude and sum of
 # squares.
 FIELDS_THERE = 5
-# Exponent, flag, scale of the update.
+# Scale, flag, length of the update.
 FIELDS_BACK = 3
 
 
@@ -43,19 +44,13 @@ def read_headers(packets: Tensor, index: Tensor) -> Tensor:
     return packets.view(torch.float32)[index]
 
 
-def exponents(largest: Tensor) -> Tensor:
-    """Return the exponents of parcels by their largest magnitudes, both float32.
+def parcel_scales(largest: Tensor) -> Tensor:
+    """Return the scales of parcels, float32, by their largest magnitudes.
 
-    An infinite or NaN magnitude gives a finite exponent, so that the bad values travel on and stay
-    in their own matrix.
+    An infinite or NaN magnitude gives a finite scale, so that the bad values travel on and stay in
+    their own matrix.
     """
-    exponent = (largest.to(torch.float32).view(torch.int32) >> 23) - 127
-    finite = exponent < 128
-    exponent = torch.where(finite, exponent.clamp(_LOWEST, _HIGHEST), _TOP)
-    return (exponent - _TOP).to(torch.float32)
-
-
-def power_of_two(exponent: Tensor) -> Tensor:
-    """Return ``2.0 ** exponent`` exactly, as float32, for integers within its normal range."""
-    bits = (exponent.to(torch.int32).clamp(-126, 127) + 127) << 23
-    return bits.view(torch.float32)
+    # A float without its fraction is the power of two at or below it.
+    bits = largest.to(torch.float32).view(torch.int32)
+    power = bits.bitwise_and(_EXPONENT_BITS).view(torch.float32)
+    return power.clamp_(_SMALLEST, _LARGEST).mul_(2.0**-_TOP)

@@ -9,7 +9,7 @@ from torch import Tensor
 from titan_muon.distributed.indices import BatchIndex
 from titan_muon.distributed.plan import Unit
 from titan_muon.distributed.tables import BatchTables
-from titan_muon.distributed.wire import exponents, power_of_two, write_headers
+from titan_muon.distributed.wire import parcel_scales, write_headers
 from titan_muon.optim.kinds import Kind
 from titan_muon.optim.matrix_math import inverse_norms, stack_dtype, start_of
 from titan_muon.optim.step_shards import StepShards
@@ -27,9 +27,9 @@ class Batch:
         stack: (B, M, N): directions, then updates.
         normalized: Whether the directions have the norm at which the iteration starts.
         buffers: State buffers by name, (B, M, N) or (B, M, 1).
-        square_sums: (B,), sums of squares of the weights; zeros where no option needs them.
+        square_sums: (B,), sums of squares of the weights; None where no option needs them.
         flags: (B,), 1 where some rank had a gradient; None where that is certain.
-        scales: (B,), how far the updates go; set by the arithmetic.
+        lengths: (B,), how far the updates go; set by the arithmetic.
     """
 
     tables: BatchTables
@@ -38,23 +38,23 @@ class Batch:
     stack: Tensor
     normalized: bool
     buffers: dict[str, Tensor]
-    square_sums: Tensor
+    square_sums: Tensor | None
     flags: Tensor | None
-    scales: Tensor | None = None
+    lengths: Tensor | None = None
 
 
 def cut(
     tables: BatchTables, index: BatchIndex, units: Sequence[Unit], kind: Kind, shards: StepShards
 ) -> Batch:
     """Fill a batch from this rank's own shards."""
-    ops, device = kind.ops, shards.squares.device
+    ops, device, measured = kind.ops, index.own_pieces.device, shards.measured
     stack, normalized = _empty_stack(units, kind, kind.state_dtype, device)
     ops.emit(
         shards.gradients.grads,
         shards.gradients.momenta,
         stack.view(-1),
         tables.inward[0],
-        shards.inverse_norms * start_of(stack, kind.group) if normalized else None,
+        measured.inverse_norms * start_of(stack, kind.group) if normalized else None,
         **kind.momentum_options(),
     )
     buffers = {}
@@ -62,7 +62,7 @@ def cut(
         value = _empty_buffer(units, kind, channel, device)
         ops.copy_to_flat(kind.states[channel], value.view(-1), tables.inward[channel])
         buffers[spec.name] = value
-    squares = shards.squares[index.own_pieces]
+    squares = measured.squares[index.own_pieces] if kind.reads_weights else None
     return Batch(tables, index, kind, stack, normalized, buffers, squares, None)
 
 
@@ -83,37 +83,37 @@ def assemble(
     """
     wire = kind.dtype(0)
     stack, normalized = _empty_stack(units, kind, wire, packets.device)
-    by_matrix = headers[index.padded].where(index.there.unsqueeze(-1), 0.0)
+    by_matrix = headers[index.padded].where(index.there, 0.0)
+    scale, flags, _, largest, _ = by_matrix.amax(dim=1).unbind(dim=1)
+    _, _, weights, _, squares = by_matrix.sum(dim=1).unbind(dim=1)
+    is_scaled = wire.itemsize <= 2
     factors = None
     if normalized:
-        largest, square_sums = by_matrix[..., 3].amax(dim=1), by_matrix[..., 4].sum(dim=1)
-        inverse = inverse_norms(largest, square_sums, stack[0].numel())
-        factors = torch.ones_like(headers[:, 0])
-        factors[index.parcels] = (inverse * start_of(stack, kind.group))[index.positions]
-        if wire.itemsize <= 2:
-            factors = factors * power_of_two(headers[:, 0])
-    elif wire.itemsize <= 2:
-        factors = _relative_scales(headers, index)
+        inverse = inverse_norms(largest, squares, stack[0].numel() ** 0.5)
+        factors = inverse.mul_(start_of(stack, kind.group))[index.by_parcel]
+    elif is_scaled:
+        # Only the scales within one matrix matter: it is orthogonalized.
+        factors = scale.reciprocal()[index.by_parcel]
+    if factors is not None and is_scaled:
+        factors = factors * headers[:, 0]
     kind.ops.copy_to_tensors(packets.view(wire), [stack], tables.inward[0], factors)
     buffers = {}
     for channel, spec in enumerate(kind.channels[1:], start=1):
         value = _empty_buffer(units, kind, channel, packets.device)
         kind.ops.copy_to_tensors(packets.view(value.dtype), [value], tables.inward[channel])
         buffers[spec.name] = value
-    flags, squares = by_matrix[..., 1].amax(dim=1), by_matrix[..., 2].sum(dim=1)
-    return Batch(tables, index, kind, stack, normalized, buffers, squares, flags)
+    square_sums = weights if kind.reads_weights else None
+    return Batch(tables, index, kind, stack, normalized, buffers, square_sums, flags)
 
 
 def write_own(batch: Batch, shards: StepShards) -> None:
     """Write the updates and buffers of a batch that stays on this rank."""
     kind, tables = batch.kind, batch.tables
-    factors = torch.zeros(len(shards.squares), device=shards.squares.device, dtype=kind.wide)
-    factors[batch.index.own_pieces] = _scales(batch).to(kind.wide)
     kind.ops.write(
         shards.params,
         batch.stack.view(-1),
         tables.inward[0],
-        factors,
+        _lengths(batch).to(kind.wide)[batch.index.by_piece],
         **kind.write_options(),
         keep=shards.flags,
     )
@@ -122,41 +122,27 @@ def write_own(batch: Batch, shards: StepShards) -> None:
         kind.ops.copy_to_tensors(value, kind.states[channel], table, None, shards.flags)
 
 
-def pack_back(batch: Batch, packets: Tensor, index: Tensor) -> None:
+def pack_back(batch: Batch, packets: Tensor) -> None:
     """Pack the updates and buffers of a batch for the ranks that hold its matrices.
 
     Args:
         batch: Computed.
         packets: Bytes to send; modified.
-        index: (parcels, fields), where the headers of the stage are.
     """
-    kind, tables, scales = batch.kind, batch.tables, _scales(batch)
+    kind, tables, index, lengths = batch.kind, batch.tables, batch.index, _lengths(batch).float()
     flat = packets.view(kind.dtype(0))
-    sent, factors = torch.zeros(len(index), device=packets.device), None
+    scales, factors = torch.ones_like(index.back_parcels, dtype=torch.float32), None
     # In its own dtype an update travels as it is.
     if flat.dtype.itemsize <= 2 and flat.dtype != batch.stack.dtype:
-        sent = exponents(kind.ops.statistics([batch.stack], tables.outward[0])[:, 0])
-        factors = power_of_two(-sent)
+        scales = parcel_scales(kind.ops.statistics([batch.stack], tables.outward[0])[:, 0])
+        scales, factors = scales[index.back_parcels], scales.reciprocal()
     kind.ops.copy_to_flat([batch.stack], flat, tables.outward[0], factors)
     for channel, spec in enumerate(kind.channels[1:], start=1):
         value = batch.buffers[spec.name]
         kind.ops.copy_to_flat([value], packets.view(value.dtype), tables.outward[channel])
-    parcels, positions = batch.index.back_parcels, batch.index.back_positions
-    flags = torch.ones_like(scales) if batch.flags is None else batch.flags
-    headers = torch.stack([flags, scales], dim=1)[positions].float()
-    write_headers(packets, index[parcels], torch.cat([sent[parcels].view(-1, 1), headers], dim=1))
-
-
-def _relative_scales(headers: Tensor, index: BatchIndex) -> Tensor:
-    """Return (parcels of the stage,) factors that bring each matrix to one scale.
-
-    Only the scales within one matrix matter: it is orthogonalized.
-    """
-    sent = headers[:, 0]
-    largest = sent[index.padded].where(index.there, -torch.inf).amax(dim=1)
-    factors = torch.ones_like(sent)
-    factors[index.parcels] = power_of_two(sent[index.parcels] - largest[index.positions])
-    return factors
+    flags = torch.ones_like(lengths) if batch.flags is None else batch.flags
+    rows = torch.stack([flags, lengths], dim=1)[index.back_matrices]
+    write_headers(packets, index.returned, torch.cat([scales.view(-1, 1), rows], dim=1))
 
 
 def _empty_stack(
@@ -185,7 +171,7 @@ def _empty_buffer(units: Sequence[Unit], kind: Kind, channel: int, device: torch
     return torch.empty(shape, dtype=kind.dtype(channel), device=device)
 
 
-def _scales(batch: Batch) -> Tensor:
-    if batch.scales is None:
+def _lengths(batch: Batch) -> Tensor:
+    if batch.lengths is None:
         raise AssertionError("the batch has not been computed")
-    return batch.scales
+    return batch.lengths

@@ -69,6 +69,11 @@ class Kind:
         """Return the dtype in which a channel travels."""
         return getattr(torch, self.channels[channel].dtype)
 
+    @property
+    def reads_weights(self) -> bool:
+        """Whether sums of squares of the weights are needed."""
+        return self.group["adjust_lr_fn"] == "match_param_rms"
+
     def momentum_options(self) -> dict[str, Any]:
         """Return the arguments of ``advance`` and ``emit``."""
         sign = -1.0 if self.group["maximize"] else 1.0

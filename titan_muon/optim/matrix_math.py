@@ -33,12 +33,12 @@ def batch_update(
     *,
     normalized: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the update of a batch and its scales.
+    """Return the update of a batch and its lengths.
 
     Args:
         stack: (B, M, N) directions. Overwritten if ``normalized``.
         buffers: State buffers by name, (B, M, N) or (B, M, 1); modified in place.
-        square_sums: (B,), sums of squares of the weights; read for ``match_param_rms`` only.
+        square_sums: (B,), sums of squares of the weights for ``match_param_rms``, else None.
         algorithm: What is orthogonalized, and what happens to the update.
         group: The param group.
         normalized: Whether the directions have the norm at which the iteration starts.
@@ -66,7 +66,7 @@ def batch_update(
     update = algorithm.update(update, buffers, group)
     _check_result(update, shape, algorithm, "update")
     factor = lr_factor(group["adjust_lr_fn"], rows, columns)
-    if square_sums is not None and group["adjust_lr_fn"] == "match_param_rms":
+    if square_sums is not None:
         return update, factor * (square_sums / (rows * columns)).sqrt()
     wide = torch.promote_types(dtype, torch.float32)
     return update, torch.full((len(stack),), factor, dtype=wide, device=stack.device)
@@ -94,16 +94,14 @@ def stack_dtype(
     return resolve_dtype(group["ns_dtype"], device, input_dtype)
 
 
-def inverse_norms(largest: Tensor, square_sums: Tensor, elements: Tensor | int) -> Tensor:
+def inverse_norms(largest: Tensor, square_sums: Tensor, root: Tensor | float) -> Tensor:
     """Return 1 / norm of matrices, norms as ``bounded_norms`` has them; a zero matrix stays zero.
 
     Args:
         largest, square_sums: Largest magnitude and sum of squares of each matrix.
-        elements: Number of elements of each.
+        root: Root of the number of elements of each.
     """
-    norms = bounded_norms(square_sums.sqrt(), largest, elements**0.5)
-    # A NaN or inf in the matrix stays one.
-    norms = torch.where(largest.isfinite(), norms, square_sums)
+    norms = bounded_norms(square_sums.sqrt(), largest, root)
     # The reciprocal is multiplied by the norm at which an iteration starts, at most 32, and 0 by
     # both: neither may overflow.
     return norms.clamp_min_(torch.finfo(norms.dtype).tiny * 2**10).reciprocal_()

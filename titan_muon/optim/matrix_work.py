@@ -3,19 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_muon.distributed.exchange import Exchange, Message
 from titan_muon.distributed.groups import agree_on_plan, group_of
-from titan_muon.distributed.indices import StageIndex
+from titan_muon.distributed.indices import OwnIndex, StageIndex
 from titan_muon.distributed.layout import is_dtensor
 from titan_muon.distributed.matrices import MatrixRule
 from titan_muon.distributed.plan import make_plan
 from titan_muon.distributed.tables import rank_tables
 from titan_muon.distributed.tensors import compute_device, mesh_of
-from titan_muon.distributed.wire import power_of_two, read_headers, write_headers
+from titan_muon.distributed.wire import read_headers, write_headers
 from titan_muon.optim.algorithms.base import get_algorithm
 from titan_muon.optim.batches import Batch, assemble, cut, pack_back, write_own
 from titan_muon.optim.groups import group_names
@@ -91,9 +90,9 @@ class MatrixWork:
         self.tables = rank_tables(self.plan, rank)
         self.exchange = Exchange(self.plan, rank, process_group, self.device)
         self.stages = range(self.plan.stages)
-        self._indices = [StageIndex(stage, self.device) for stage in self.tables.stages]
-        own = [self.plan.units[u].param for u in self.tables.own_units]
-        self._own_params = torch.tensor(own, dtype=torch.int64, device=self.device)
+        self._own = OwnIndex(self.plan, self.tables, self.device)
+        count = len(self.tables.own_units)
+        self._indices = [StageIndex(stage, count, self.device) for stage in self.tables.stages]
         self._transfers = Transfers(self.device)
         self._kinds = {
             number: Kind(member, members, self._transfers)
@@ -114,7 +113,7 @@ class MatrixWork:
         for member in self._rounded:
             steps = member.state[STEP]
             steps.add_(1.0 if take is None else take.to(steps.device))
-        self._shards = StepShards(self.members, self._kinds, self._own_params, take)
+        self._shards = StepShards(self.members, self._kinds, self._own, take)
         if self.exchange.travels[0]:
             self._shards.advance(self.tables.own[0])
 
@@ -143,10 +142,10 @@ class MatrixWork:
                 shards.gradients.momenta,
                 flat,
                 table,
-                shards.sent_factors if flat.dtype.itemsize <= 2 else None,
+                shards.measured.sent_factors if flat.dtype.itemsize <= 2 else None,
                 **kind.momentum_options(),
             )
-        write_headers(packets, index.sent, shards.headers[index.pieces])
+        write_headers(packets, index.sent, shards.measured.headers[index.pieces])
         return self.exchange.start(stage, tables, "there")
 
     def receive(self, stage: int, message: Message | None) -> list[Batch]:
@@ -171,7 +170,7 @@ class MatrixWork:
     def compute(self, batches: Sequence[Batch]) -> None:
         """Turn the directions of every batch into updates."""
         for batch in batches:
-            batch.stack, batch.scales = batch_update(
+            batch.stack, batch.lengths = batch_update(
                 batch.stack,
                 batch.buffers,
                 batch.square_sums,
@@ -197,7 +196,7 @@ class MatrixWork:
         packets = self.exchange.outbox(tables, "back")
         for batch in batches:
             if batch.tables.travels:
-                pack_back(batch, packets, self._indices[stage].returned)
+                pack_back(batch, packets)
         return self.exchange.start(stage, tables, "back")
 
     def land(self, message: Message | None) -> None:
@@ -210,7 +209,7 @@ class MatrixWork:
             return
         packets, shards = message.wait(), self.shards
         headers = read_headers(packets, self._indices[message.stage].landed)
-        factors = power_of_two(headers[:, 0]) * headers[:, 2]
+        factors = headers[:, 0] * headers[:, 2]
         certain = shards.flags is None and not self._replicated
         keep = None if certain else headers[:, 1].contiguous()
         for (number, channel), table in self.tables.stages[message.stage].land.items():

@@ -94,7 +94,7 @@ class Member:
         return self._rounding(values, self.state[STEP])
 
     def shard(self) -> Tensor:
-        """Return the local weights, contiguous: a copy where they are not, see :meth:`restore`.
+        """Return the local weights.
 
         Raises:
             ValueError: They have another shape than when the optimizer was built.
@@ -106,13 +106,7 @@ class Member:
                 f"{tuple(self.momentum.shape)} when the optimizer was built; build a new one after "
                 "parameters change"
             )
-        return shard.contiguous()
-
-    def restore(self, shard: Tensor) -> None:
-        """Write back a shard that had to be copied."""
-        live = local_of(self.param)
-        if live.data_ptr() != shard.data_ptr():
-            live.copy_(shard)
+        return shard
 
     def gradient(self) -> Tensor | None:
         """Return the local gradient; see :func:`titan_muon.distributed.tensors.local_gradient`."""
@@ -153,12 +147,10 @@ class Gradients:
 
     def any_present(self, params: Iterable[int]) -> bool:
         """Whether this rank has the gradient of one of some parameters."""
-        return any(param not in self._missing for param in params)
+        return not self._missing or any(param not in self._missing for param in params)
 
     def flags(self, device: torch.device) -> Tensor:
         """Return (parameters,) float32, 1 where this rank has the gradient."""
-        if self.all_present:
-            return torch.ones(len(self.grads), device=device)
         present = [float(i not in self._missing) for i in range(len(self.grads))]
         return torch.tensor(present).to(device)
 

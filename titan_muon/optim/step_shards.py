@@ -6,17 +6,55 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from titan_muon.distributed.wire import exponents, power_of_two
+from titan_muon.distributed.indices import OwnIndex
+from titan_muon.distributed.wire import parcel_scales
 from titan_muon.kernels.pieces import PieceTable, TensorList
 from titan_muon.optim.kinds import Kind
 from titan_muon.optim.matrix_math import inverse_norms
 from titan_muon.optim.members import Gradients, Member
 
-__all__ = ["StepShards"]
+__all__ = ["Measured", "StepShards"]
 
-# What follows from the measurements, computed when it is asked for: what stays on a rank needs no
-# headers, what travels no norms.
-_DERIVED = ("inverse_norms", "sent_factors", "headers", "_sent")
+
+class Measured:
+    """What is known of the own pieces that were advanced; means nothing for others.
+
+    What follows from the measurements is computed when it is asked for: what stays on a rank needs
+    no headers, what travels no norms.
+
+    Args:
+        own: The own pieces.
+        flags: (own pieces,), or None for 1.
+        statistics: (own pieces, 2), largest magnitude and sum of squares of the direction.
+        squares: (own pieces,), sums of squares of the weights; zeros where no option needs them.
+    """
+
+    def __init__(
+        self, own: OwnIndex, flags: Tensor | None, statistics: Tensor, squares: Tensor
+    ) -> None:
+        self._own, self._flags, self._statistics, self.squares = own, flags, statistics, squares
+
+    @cached_property
+    def inverse_norms(self) -> Tensor:
+        """(own pieces,), 1 / norm of the direction, where one rank holds all of it."""
+        largest, squares = self._statistics.unbind(dim=1)
+        return inverse_norms(largest, squares, self._own.roots)
+
+    @cached_property
+    def sent_factors(self) -> Tensor:
+        """(own pieces,), the powers of two by which 16-bit parcels are multiplied."""
+        return self._scales.reciprocal()
+
+    @cached_property
+    def headers(self) -> Tensor:
+        """(own pieces, fields), the headers of the parcels."""
+        flags = torch.ones_like(self._scales) if self._flags is None else self._flags
+        header = [self._scales, flags, self.squares, *self._statistics.unbind(dim=1)]
+        return torch.stack(header, dim=1).float()
+
+    @cached_property
+    def _scales(self) -> Tensor:
+        return parcel_scales(self._statistics[:, 0])
 
 
 class StepShards:
@@ -25,35 +63,39 @@ class StepShards:
     Args:
         members: All parameters of the plan.
         kinds: Their kinds by number.
-        own_params: (own pieces,) int64, parameter of each own piece.
+        own: The own pieces.
         take: 0-d, 0 where the step must not write anything; None for 1.
 
     Attributes:
         gradients, params: Local tensors, one a parameter.
         flags: (own pieces,), 1 where this rank has a gradient and the step writes; None if
             everywhere.
-        squares: (own pieces,), sums of squares of the weights of what was advanced; zeros where no
-            option needs them.
+        measured: Of all that was advanced so far.
     """
 
     def __init__(
         self,
         members: Sequence[Member],
         kinds: Mapping[int, Kind],
-        own_params: Tensor,
+        own: OwnIndex,
         take: Tensor | None,
     ) -> None:
-        self._members, self._kinds, self._take = members, kinds, take
-        device, count = own_params.device, len(own_params)
+        self._kinds, self._own, self._take = kinds, own, take
         self.gradients = Gradients(members)
-        self.params = TensorList(m.shard() for m in members)
-        self._flags = self.gradients.flags(device)[own_params]
+        live = [member.shard() for member in members]
+        self.params = TensorList(shard.contiguous() for shard in live)
+        pairs = zip(live, self.params, strict=True)
+        self._copied = [(old, new) for old, new in pairs if old is not new]
+        device, count = own.params.device, len(own.params)
+        self.flags = None
+        if not self.gradients.all_present:
+            self.flags = self.gradients.flags(device)[own.params]
         if take is not None:
-            self._flags = self._flags * take
-        self.flags = None if self.gradients.all_present and take is None else self._flags
+            flags = torch.ones(count, device=device) if self.flags is None else self.flags
+            self.flags = flags * take
         self._statistics = torch.zeros((count, 2), device=device)
-        self._elements = torch.zeros(count, device=device)
-        self.squares = torch.zeros(count, device=device)
+        self._squares = torch.zeros(count, device=device)
+        self.measured = self._known()
 
     def advance(self, tables: Mapping[int, PieceTable]) -> None:
         """Advance the momentum of some parameters.
@@ -61,7 +103,7 @@ class StepShards:
         Args:
             tables: By kind, every element of their shards once; pieces are own pieces.
         """
-        device = self._elements.device
+        device = self._squares.device
         for number, table in tables.items():
             kind = self._kinds[number]
             measured = kind.ops.advance(
@@ -73,34 +115,15 @@ class StepShards:
             )
             # Every own piece is in one table and is zero in the others.
             self._statistics = self._statistics + measured.to(device)
-            self._elements = self._elements + table.on(device).elements
-            if kind.group["adjust_lr_fn"] == "match_param_rms":
+            if kind.reads_weights:
                 squares = kind.ops.statistics(self.params, table)[:, 1]
-                self.squares = self.squares + squares.to(device)
-        for name in _DERIVED:
-            self.__dict__.pop(name, None)
+                self._squares = self._squares + squares.to(device)
+        self.measured = self._known()
 
-    @cached_property
-    def inverse_norms(self) -> Tensor:
-        """(own pieces,), 1 / norm of the direction, where one rank holds all of it."""
-        return inverse_norms(self._statistics[:, 0], self._statistics[:, 1], self._elements)
-
-    @cached_property
-    def sent_factors(self) -> Tensor:
-        """(own pieces,), the powers of two by which 16-bit parcels are scaled."""
-        return power_of_two(-self._sent)
-
-    @cached_property
-    def headers(self) -> Tensor:
-        """(own pieces, fields), the headers of the parcels."""
-        header = [self._sent, self._flags, self.squares, *self._statistics.unbind(dim=1)]
-        return torch.stack(header, dim=1).float()
-
-    @cached_property
-    def _sent(self) -> Tensor:
-        return exponents(self._statistics[:, 0])
+    def _known(self) -> Measured:
+        return Measured(self._own, self.flags, self._statistics, self._squares)
 
     def restore(self) -> None:
         """Write back the weights that had to be copied."""
-        for member, shard in zip(self._members, self.params, strict=True):
-            member.restore(shard)
+        for live, shard in self._copied:
+            live.copy_(shard)

@@ -154,10 +154,10 @@ def bounded_norms(norms: Tensor, largest: Tensor, root: Tensor | float) -> Tenso
         largest: Largest magnitudes, broadcast against ``norms``.
         root: Root of the number of elements, likewise.
     """
-    info = torch.finfo(norms.dtype)
-    # Far above the smallest square, since many elements share the sum.
-    is_exact = (norms > info.tiny**0.375) & (norms <= info.max)
-    return torch.where(is_exact, norms, largest * root)
+    bound = largest * root
+    norms = torch.minimum(norms, bound)
+    # Far above the smallest square, since many elements share the sum. A NaN stays one.
+    return torch.where(norms <= torch.finfo(norms.dtype).tiny ** 0.375, bound, norms)
 
 
 def choose_evaluation(
