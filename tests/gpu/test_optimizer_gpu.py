@@ -76,9 +76,10 @@ def test_steps_on_a_gpu_that_is_not_the_current_one(state_dtype):
         params = _weights(device)
         groups = [
             {"params": params[::2], "algorithm": "normuon", "cautious_weight_decay": True},
-            {"params": params[1::2], "algorithm": "muon", "nonfinite": "skip"},
+            {"params": params[1::2], "algorithm": "muon"},
         ]
-        optimizer = Muon(groups, lr=0.02, weight_decay=0.1, state_dtype=state_dtype)
+        options = {"lr": 0.02, "weight_decay": 0.1, "nonfinite": "skip"}
+        optimizer = Muon(groups, state_dtype=state_dtype, **options)
         assert torch.cuda.current_device() == 0
         for seed in range(3):
             clock = Stopwatch(torch.device(device))
