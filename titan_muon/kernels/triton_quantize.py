@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_muon.kernels.launcher import launch
 from titan_muon.kernels.quantize import FLOAT8_MAX, SMALLEST_SCALE, Coding
 
 __all__ = ["decode", "encode"]
@@ -138,7 +139,7 @@ class _Launch(NamedTuple):
         tiles, pointers: See :func:`_tile`.
         grid: As many programs as there are tiles.
         elements: Of all tensors.
-        shape: The options that both kernels have.
+        shape: The constants that both kernels have.
     """
 
     tiles: Tensor
@@ -152,7 +153,8 @@ def decode(parts: Sequence[Tensor], coding: Coding) -> Tensor:
     """See ``quantize.decode``."""
     tiles, pointers, grid, elements, shape = _launch_of(parts, coding)
     values = torch.empty(elements, dtype=torch.float32, device=parts[0].device)
-    _decode_kernel[grid](tiles, pointers, values, coding.qmap, **shape)
+    arguments = (tiles, pointers, values, coding.qmap)
+    launch(_decode_kernel, grid, arguments, shape, num_warps=_WARPS)
     return values
 
 
@@ -161,10 +163,12 @@ def encode(values: Tensor, parts: Sequence[Tensor], coding: Coding, only_changed
     tiles, pointers, grid, _, shape = _launch_of(parts, coding)
     starts, middles, shift, lowest, steps = coding.search or (None, None, 0, 0, 0)
     buckets = 0 if starts is None else starts.numel() // 2
-    _encode_kernel[grid](
+    arguments = (
         tiles, pointers, values, coding.qmap, starts, middles, shift, lowest, buckets,
-        SMALLEST_SCALE, FLOAT8_MAX, STEPS=steps, ONLY_CHANGED=only_changed, **shape,
+        SMALLEST_SCALE, FLOAT8_MAX,
     )  # fmt: skip
+    constants = {**shape, "STEPS": steps, "ONLY_CHANGED": only_changed}
+    launch(_encode_kernel, grid, arguments, constants, num_warps=_WARPS)
 
 
 def _launch_of(parts: Sequence[Tensor], coding: Coding) -> _Launch:
@@ -185,7 +189,6 @@ def _launch(
         "ROWS": rows,
         "LEVELS": 0 if coding.qmap is None else len(coding.qmap).bit_length() - 1,
         "ALIGNED": all(address % 16 == 0 for address in addresses[::2]),
-        "num_warps": _WARPS,
     }
     return _Launch(tiles, pointers, (len(tiles),), sum(blocks) * coding.block, shape)
 

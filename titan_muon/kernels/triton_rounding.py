@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_muon.kernels.launcher import launch
 from titan_muon.kernels.rounding import Noise, touched
 
 __all__ = ["round_to_bfloat16"]
@@ -54,7 +55,6 @@ def round_to_bfloat16(values: Tensor, out: Tensor, noise: Noise, start: int) -> 
     height, width = rows.numel(), columns.numel()
     across = min(_TILE, triton.next_power_of_2(width))
     down = _TILE // across
-    _kernel[(triton.cdiv(height, down) * triton.cdiv(width, across),)](
-        values, out, rows, columns, step, base, start, count, height, width,
-        ROWS=down, COLUMNS=across, num_warps=4,
-    )  # fmt: skip
+    grid = (triton.cdiv(height, down) * triton.cdiv(width, across),)
+    arguments = (values, out, rows, columns, step, base, start, count, height, width)
+    launch(_kernel, grid, arguments, {"ROWS": down, "COLUMNS": across}, num_warps=4)
