@@ -12,6 +12,7 @@ compared. Without GPUs it runs on gloo with small shapes.
 import argparse
 import os
 import random
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,7 @@ from titan_muon import Muon
 from titan_muon.distributed.tensors import local_of
 
 LAYOUTS = ("fsdp", "tp", "efsdp")
+_PROFILED_STEPS = 7
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -193,28 +195,39 @@ def agreement(name, shapes, layout: Layout, device: torch.device, steps: int = 3
 
 
 def overlap(name, shapes, layout: Layout, device: torch.device, trace: str | None) -> None:
-    """Print how much of the exchange's time on the GPU runs under other kernels."""
+    """Print how much of the exchange's time on the GPU runs under other kernels, over some steps.
+
+    A kernel of the exchange also waits until the other rank has begun with it.
+    """
     run = ShardedRun(competitors()["titan-muon Muon"], shapes, layout, device)
+    shares, lengths = [], []
+    for _ in range(_PROFILED_STEPS):
+        profile = _profiled(run)
+        kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        # The barrier before the step is an all-reduce.
+        exchange = [_span(e) for e in kernels if "nccl" in e.name.lower() and "SendRecv" in e.name]
+        other = [_span(e) for e in kernels if "nccl" not in e.name.lower() and "step" not in e.name]
+        lengths.append(sum(stop - start for start, stop in exchange) / 1e3)
+        hidden = sum(_covered(span, other) for span in exchange) / 1e3
+        shares.append(100 * hidden / max(lengths[-1], 1e-9))
+    if dist.get_rank():
+        return
+    print(
+        f"{name}: exchange {statistics.median(lengths):.2f} ms in {len(exchange)} kernels, "
+        f"{statistics.median(shares):.0f} % of it under other kernels "
+        f"({min(shares):.0f} to {max(shares):.0f} in {len(shares)} steps)"
+    )
+    if trace:
+        profile.export_chrome_trace(trace)
+
+
+def _profiled(run: ShardedRun) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         dist.barrier()
         run.step()
         torch.cuda.synchronize()
-    if dist.get_rank():
-        return
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    # The barrier before the step is an all-reduce.
-    exchange = [_span(e) for e in kernels if "nccl" in e.name.lower() and "SendRecv" in e.name]
-    other = [_span(e) for e in kernels if "nccl" not in e.name.lower() and "step" not in e.name]
-    total = sum(stop - start for start, stop in exchange)
-    hidden = sum(_covered(span, other) for span in exchange)
-    if total:
-        print(
-            f"{name}: exchange {total / 1e3:.2f} ms in {len(exchange)} kernels, "
-            f"{100 * hidden / total:.0f} % of it under other kernels"
-        )
-    if trace:
-        profile.export_chrome_trace(trace)
+    return profile
 
 
 def _span(event) -> tuple[float, float]:

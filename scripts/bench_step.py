@@ -2,7 +2,7 @@
 
     python scripts/bench_step.py [--quick] [--no-peers] [--workloads llama8b_x4 ...] [--steps 12]
 
-Parameters and gradients are float32. ``device ms`` is the median between two device events, the
+Parameters and gradients are float32, or bfloat16 by ``--weights``. ``device ms`` is the median between two device events, the
 competitors taking turns; ``host ms`` is the time to enqueue one step; ``memory`` is what a step
 adds at its peak to weights and gradients, state included. On a CPU every shape is divided by 16.
 """
@@ -45,8 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--no-peers", action="store_true", help="leave out what is installed beside torch"
     )
+    parser.add_argument(
+        "--weights",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of weights and gradients; bfloat16 adds Muon and AdamW that round at random",
+    )
     options = parser.parse_args(arguments)
     found = competitors(options.state_dtypes, peers=not options.no_peers)
+    if options.weights == "bfloat16":
+        found |= _rounded()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = options.workloads or (["llama8b_x4", "sq1024_x48"] if options.quick else WORKLOADS)
     print(heading(device))
@@ -55,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if device.type == "cpu":
             shapes = [(*s[:-2], s[-2] // 16, s[-1] // 16) for s in shapes]
         steps = 3 if options.quick else options.steps
-        print(table(name, shapes, device, steps, found))
+        print(table(name, shapes, device, steps, found, getattr(torch, options.weights)))
 
 
 def competitors(state_dtypes: Sequence[str] = (), *, peers: bool = True) -> dict[str, Factory]:
@@ -79,6 +87,14 @@ def competitors(state_dtypes: Sequence[str] = (), *, peers: bool = True) -> dict
     if hasattr(torch.optim, "Muon"):
         found["torch Muon (2-D only)"] = lambda p: torch.optim.Muon(p, lr=1e-3)
     return found | _peers() if peers else found
+
+
+def _rounded() -> dict[str, Factory]:
+    def rounded(algorithm: str) -> Factory:
+        groups = {"algorithm": algorithm, "stochastic_rounding": True}
+        return lambda p: Muon([{"params": p, **groups}], lr=1e-3)
+
+    return {f"titan-muon {t}, stochastic": rounded(t.lower()) for t in ("Muon", "AdamW")}
 
 
 def _peers() -> dict[str, Factory]:
@@ -106,12 +122,13 @@ def table(
     device: torch.device,
     steps: int,
     factories: Mapping[str, Factory],
+    dtype: torch.dtype = torch.float32,
 ) -> str:
     """Run all competitors on one workload, in turns, and return the table."""
     runs, failures = {}, []
     for label, factory in factories.items():
         try:
-            runs[label] = Run(factory, shapes, device)
+            runs[label] = Run(factory, shapes, device, dtype)
         except Exception as error:  # a peer may fail in any way; say so and go on
             failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
     turns = list(runs.values())
@@ -137,9 +154,15 @@ def table(
 class Run:
     """One optimizer on its own weights; the gradients stay the same."""
 
-    def __init__(self, factory: Factory, shapes: list[tuple[int, ...]], device: torch.device):
+    def __init__(
+        self,
+        factory: Factory,
+        shapes: list[tuple[int, ...]],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         generator = torch.Generator(device).manual_seed(0)
-        self.device = device
+        self.device, self.dtype = device, dtype
         self.params = [torch.nn.Parameter(self.weight(s, generator)) for s in shapes]
         for param, shape in zip(self.params, shapes, strict=True):
             param.grad = self.weight(shape, generator)
@@ -156,7 +179,8 @@ class Run:
         self._host: list[float] = []
 
     def weight(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return torch.randn(shape, generator=generator, device=self.device) * 0.02
+        values = torch.randn(shape, generator=generator, device=self.device) * 0.02
+        return values.to(self.dtype)
 
     def step(self) -> None:
         self._wait()

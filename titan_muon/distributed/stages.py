@@ -6,7 +6,7 @@ from typing import Protocol
 
 __all__ = ["STAGE_FLOPS", "cut_queues"]
 
-# A host needs about two milliseconds to enqueue a stage; on an H200 that is this much arithmetic.
+# A host needs one to two milliseconds to enqueue a stage; on an H200 the two are this much work.
 # With less in each, stages would make a step wait for the host.
 STAGE_FLOPS = 1.2e12
 _OVERLAP_STAGES = 6

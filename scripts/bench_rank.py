@@ -1,0 +1,76 @@
+"""Time of ``optimizer.step()`` on one rank of many, without the others: Llama 3 8B under FSDP2.
+
+    python scripts/bench_rank.py [--ranks 8 64 256] [--rank 0] [--layers 32] [--steps 20]
+
+torch's fake process group stands in for the network: collectives return at once and bring nothing.
+What is left is the arithmetic of one rank (``device ms``, which also waits for the host) and what
+enqueueing it takes the host (``host ms``): on many ranks that is what a step waits for. Weights are
+float32 and cut along dim 0, the competitors take turns, times are medians. On a CPU every shape is
+divided by 16.
+"""
+
+import argparse
+import random
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from bench_distributed import Layout, ShardedRun, dist_muon
+from bench_step import competitors, heading
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# Projections of one layer: q, k, v, o, gate, down, up.
+LAYER = [
+    *((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)),
+    *((14336, 4096), (4096, 14336), (14336, 4096)),
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256])
+    parser.add_argument("--rank", type=int, default=0, help="which of them to be")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each competitor")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(heading(device))
+    shapes = options.layers * LAYER
+    if device.type == "cpu":
+        shapes = [(rows // 16, columns // 16) for rows, columns in shapes]
+    for ranks in options.ranks:
+        print(table(shapes, ranks, options.rank, device, options.steps))
+
+
+def table(
+    shapes: list[tuple[int, int]], ranks: int, rank: int, device: torch.device, steps: int
+) -> str:
+    """Be one of some ranks, run all competitors there in turns, and return the table."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    layout = Layout("fsdp", init_device_mesh(device.type, (ranks,), mesh_dim_names=("ranks",)))
+    runs, failures = {}, []
+    for label, factory in {**competitors(), "torchtitan DistMuon": dist_muon}.items():
+        try:
+            runs[label] = ShardedRun(factory, shapes, layout, device)
+        except Exception as error:  # a peer may fail in any way; say so and go on
+            failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    turns, shuffle = list(runs.values()), random.Random(0).shuffle
+    for _ in range(steps):
+        shuffle(turns)
+        for run in turns:
+            run.step()
+    dist.destroy_process_group()
+    plan = runs["titan-muon Muon"].optimizer._works[0].plan
+    lines = [
+        f"\n{len(shapes)} matrices, rank {rank} of {ranks}: {plan.stages} stages, balance "
+        f"{plan.balance:.3f}",
+        f"{'':26}{'device ms':>10}{'host ms':>9}",
+    ]
+    for label, run in sorted(runs.items(), key=lambda item: item[1].device_ms()):
+        lines.append(f"{label:26}{run.device_ms():10.2f}{run.host_ms():9.2f}")
+    return "\n".join(lines + [f"not run: {text}" for text in failures])
+
+
+if __name__ == "__main__":
+    main()
