@@ -2,9 +2,10 @@
 
     python scripts/bench_step.py [--quick] [--no-peers] [--workloads llama8b_x4 ...] [--steps 12]
 
-Parameters and gradients are float32, or bfloat16 by ``--weights``. ``device ms`` is the median between two device events, the
-competitors taking turns; ``host ms`` is the time to enqueue one step; ``memory`` is what a step
-adds at its peak to weights and gradients, state included. On a CPU every shape is divided by 16.
+Parameters and gradients are float32, or bfloat16 by ``--weights``. ``device ms`` is the median
+between two device events, the competitors taking turns; ``host ms`` is the time to enqueue one
+step; ``memory`` is what a step adds at its peak to weights and gradients, state included. On a CPU
+every shape is divided by 16.
 """
 
 import argparse
@@ -141,11 +142,11 @@ def table(
     own = runs["titan-muon Muon"].device_ms()
     weights = sum(torch.Size(s).numel() for s in shapes)
     lines = [f"\n{name}: {len(shapes)} tensors, {weights / 1e6:.0f} M weights"]
-    header = f"{'':26}{'device ms':>10}{'host ms':>9}{'first s':>9}{'memory MiB':>12}"
+    header = f"{'':28}{'device ms':>10}{'host ms':>9}{'first s':>9}{'memory MiB':>12}"
     lines.append(header + f"{'titan-muon / it':>17}")
     for label, run in sorted(runs.items(), key=lambda item: item[1].device_ms()):
         lines.append(
-            f"{label:26}{run.device_ms():10.2f}{run.host_ms():9.2f}{run.first:9.1f}"
+            f"{label:28}{run.device_ms():10.2f}{run.host_ms():9.2f}{run.first:9.1f}"
             f"{run.memory / 2**20:12.0f}{own / run.device_ms():17.2f}"
         )
     return "\n".join(lines + [f"not run: {text}" for text in failures])
