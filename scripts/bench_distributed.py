@@ -26,6 +26,8 @@ from titan_muon.distributed.tensors import local_of
 
 LAYOUTS = ("fsdp", "tp", "efsdp")
 _PROFILED_STEPS = 7
+# About 30 ms of an H200, twice what the host takes to enqueue a step.
+_PRODUCTS_BEFORE = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -197,12 +199,13 @@ def agreement(name, shapes, layout: Layout, device: torch.device, steps: int = 3
 def overlap(name, shapes, layout: Layout, device: torch.device, trace: str | None) -> None:
     """Print how much of the exchange's time on the GPU runs under other kernels, over some steps.
 
-    A kernel of the exchange also waits until the other rank has begun with it.
+    As after a backward pass, the GPU is busy when the host begins with the step. A kernel of the
+    exchange also waits until the other rank has begun with it.
     """
     run = ShardedRun(competitors()["titan-muon Muon"], shapes, layout, device)
     shares, lengths = [], []
     for _ in range(_PROFILED_STEPS):
-        profile = _profiled(run)
+        profile = _profiled(run, device)
         kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         # The barrier before the step is an all-reduce.
         exchange = [_span(e) for e in kernels if "nccl" in e.name.lower() and "SendRecv" in e.name]
@@ -221,10 +224,13 @@ def overlap(name, shapes, layout: Layout, device: torch.device, trace: str | Non
         profile.export_chrome_trace(trace)
 
 
-def _profiled(run: ShardedRun) -> torch.profiler.profile:
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+def _profiled(run: ShardedRun, device: torch.device) -> torch.profiler.profile:
+    x = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)
+    y = torch.empty_like(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         dist.barrier()
+        for _ in range(_PRODUCTS_BEFORE):
+            torch.mm(x, x, out=y)
         run.step()
         torch.cuda.synchronize()
     return profile
