@@ -187,8 +187,8 @@ def check_python(arguments: list[str]) -> None:
         return
     source = Path(script).read_text() + Path("scripts/bench_step.py").read_text()
     for flag in flags:
-        # A file to write or to read is the user's.
-        if not flag.endswith((".json", ".png")):
+        # A file to write or to read is the user's, and so is a number.
+        if not (flag.endswith((".json", ".png")) or flag.isdigit()):
             assert f'"{flag}"' in source, flag
 
 
