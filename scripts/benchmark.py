@@ -2,9 +2,10 @@
 
     python scripts/benchmark.py [--quick] [--output RESULTS.md]
 
-Sections: orthogonalization, whole steps on one device, and whole steps on sharded weights by
-torchrun (as many processes as GPUs, at least 2; gloo where there are fewer than 2 GPUs). Each runs
-in a process of its own; one that fails is written down as it failed, and the exit status is 1.
+Sections: orthogonalization, whole steps on one device, on one rank of many without the others, and
+on sharded weights by torchrun (as many processes as GPUs, at least 2; gloo where there are fewer
+than 2 GPUs). Each runs in a process of its own; one that fails is written down as it failed, and
+the exit status is 1.
 """
 
 import argparse
@@ -52,9 +53,11 @@ def sections(quick: bool) -> list[tuple[str, list[str], dict[str, str]]]:
     hidden = {} if gpus >= 2 else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
     steps = ["--steps", "3"] if quick or gpus < 2 else []
+    size = ["--ranks", "8", "--layers", "4", "--steps", "3"] if quick or not gpus else []
     return [
         ("Orthogonalization", [sys.executable, str(FOLDER / "bench_orthogonalize.py"), *flag], {}),
         ("Whole step, one device", [sys.executable, str(FOLDER / "bench_step.py"), *flag], {}),
+        ("Whole step, one rank", [sys.executable, str(FOLDER / "bench_rank.py"), *size], {}),
         (
             "Whole step, sharded weights",
             [*torchrun, str(FOLDER / "bench_distributed.py"), *steps],
