@@ -215,6 +215,23 @@ class TestEveryAlgorithm:
             train(Muon([{"params": [p], "algorithm": algorithm}], lr=0.1), 2)
         torch.testing.assert_close(plain, transposed, rtol=1e-6, atol=1e-6)
 
+    def test_gradients_laid_out_otherwise_than_their_weights(self, algorithm):
+        """torch's fused kernels read them in the order of memory, or refuse them."""
+        plain, other = parameters((4, 6), (4, 6))
+        with torch.no_grad():
+            other.copy_(plain)
+        fused = {"fused": True} if algorithm in ("adam", "adamw") else {}
+        optimizers = [
+            Muon([{"params": [p], "algorithm": algorithm, **fused}], lr=0.1) for p in (plain, other)
+        ]
+        for step in range(2):
+            set_gradients([plain], step)
+            other.grad = plain.grad.mT.contiguous().mT
+            assert other.grad.stride() != other.stride()
+            for optimizer in optimizers:
+                optimizer.step()
+        torch.testing.assert_close(plain, other, rtol=1e-6, atol=1e-6)
+
 
 def test_zero_gradients_and_no_history_move_nothing_but_plain_decay():
     for cautious, left in ((True, 1.0), (False, 1 - 0.5 * 0.2)):

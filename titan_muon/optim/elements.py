@@ -1,8 +1,8 @@
 """Elementwise algorithms on shards that their kernels do not take as they are.
 
-Torch's kernels want one dtype. Where weight, gradient and state differ in theirs, state is
-quantised, or weights are rounded stochastically, the kernel runs on float32 copies (float64 for
-float64 weights) of at most ``CHUNK`` elements at a time, and the result is stored.
+Torch's kernels want one dtype and one layout in memory. Where weight, gradient and state differ in
+theirs, state is quantised, or weights are rounded stochastically, the kernel runs on float32 copies
+(float64 for float64 weights) of at most ``CHUNK`` elements at a time, and the result is stored.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,14 +70,14 @@ def _is_sliced(key: str, tensor: Tensor | Quantized, param: Tensor) -> bool:
 
 
 def _is_uniform(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | Quantized]) -> bool:
-    """Whether torch's kernels take the shards as they are."""
-    dtype = param.dtype
+    """Whether torch's kernels take the shards as they are: of one dtype, and laid out alike."""
+    wanted = param.dtype, param.stride()
     for key, tensor in state.items():
         if isinstance(tensor, Quantized):
             return False
-        if tensor.dtype != dtype and _is_sliced(key, tensor, param):
+        if (tensor.dtype, tensor.stride()) != wanted and _is_sliced(key, tensor, param):
             return False
-    return grad.dtype == dtype
+    return (grad.dtype, grad.stride()) == wanted
 
 
 class _Shard:

@@ -274,7 +274,7 @@ ADAM_OPTIONS: dict[str, Option] = {
         None,
         "true, false or none",
         lambda v: v is None or _is_bool(v),
-        "torch's fused kernel",
+        "torch's fused kernel; none: on GPUs, unless foreach",
         saved=False,
     ),
     "foreach": Option(

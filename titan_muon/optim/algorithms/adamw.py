@@ -101,5 +101,7 @@ class AdamWAlgorithm(AdamAlgorithm):
 def _use_fused(param: Tensor, group: Mapping[str, Any]) -> bool:
     """Follow the group; where it is silent, torch's fused kernel on CUDA."""
     if group["fused"] is None:
+        # On a CPU it rounds the last few elements of a tensor in another way, so that its bits
+        # would depend on the layout.
         return param.device.type == "cuda" and not group["foreach"]
     return bool(group["fused"])
