@@ -1,5 +1,8 @@
 """Launches past Triton's binder, with a kernel that writes down how it is launched."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -71,10 +74,11 @@ def test_what_was_compiled_is_launched_again_with_todays_arguments():
         lambda a, c, o: (a, {**c, "BLOCK": 128}, o),
         lambda a, c, o: (a, {**c, "FLAG": False}, o),
         lambda a, c, o: (a, c, {"num_warps": 8}),
+        lambda a, c, o: (a, c, {"num_stages": 4}),
     ],
     ids=[
         *("dtype of a neighbour", "4 bytes on", "128 bytes on", "dtype", "None", "1", "64 bits"),
-        *("tensor for a number", "constant", "flag", "warps"),
+        *("tensor for a number", "constant", "flag", "warps", "another option"),
     ],
 )
 def test_what_triton_may_specialise_on_is_compiled_anew(change):
@@ -121,6 +125,23 @@ def test_nothing_holds_the_memory_of_operands():
     assert values[1:] == [None, 3, 0.5]
     assert isinstance(values[0], int)
     assert not any(isinstance(kind, torch.Tensor) for kind in kinds)
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_remembered_products_hold_no_operand(added, monkeypatch):
+    """Work buffers of every size that ever ran would add up to gigabytes."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from titan_muon.kernels import symmetric_matmul, triton_symmetric
+
+    monkeypatch.setattr(triton_symmetric, "launch", lambda *arguments, **options: Compiled())
+    operands = {name: torch.zeros(2, 64, 64) for name in ("a", "b", "c", "out")}
+    references = [weakref.ref(tensor) for tensor in operands.values()]
+    beta = 0.5 if added else 0.0
+    symmetric_matmul.symmetric_product(**operands, alpha=0.5, beta=beta)
+    assert len(launcher._KNOWN) == 1
+    del operands
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
 
 
 def test_choices_made_while_a_graph_is_captured_are_not_kept(monkeypatch):

@@ -5,21 +5,18 @@ This is the host side: it picks a kernel and a launch shape. The kernels are in
 :mod:`titan_muon.kernels.triton_hopper`; both import triton, so only functions import them.
 """
 
-import warnings
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from titan_muon.kernels import reference
 from titan_muon.kernels.configurations import (
     HOPPER_LARGE,
-    HOPPER_SMALL,
     Configuration,
     known_configuration,
     pointer_configuration,
 )
 from titan_muon.kernels.dispatch import on_device_of
+from titan_muon.kernels.hopper import device_facts, fits_copy_engine, hopper_fault
 from titan_muon.kernels.launcher import described, remember, repeat
 
 
@@ -104,9 +101,9 @@ def _runs_on_hopper(a: Tensor, x: Tensor, out: Tensor) -> bool:
     return (
         x.is_cuda
         and x.dtype in (torch.float16, torch.bfloat16)
-        and _device_facts(x.device)[0] == (9, 0)
+        and device_facts(x.device)[0] == (9, 0)
         and x.stride() == out.stride()
-        and all(_fits_copy_engine(t) for t in (a, x, out))
+        and all(fits_copy_engine(t) for t in (a, x, out))
         and hopper_fault(x.device) is None
     )
 
@@ -168,7 +165,7 @@ def _configuration(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor) -> Confi
     batch, rows, _ = a.shape
     if not a.is_cuda:
         return pointer_configuration(rows, (0, 0))
-    capability, multiprocessors = _device_facts(a.device)
+    capability, multiprocessors = device_facts(a.device)
     shape = known_configuration(rows, batch, a.dtype, capability, multiprocessors)
     if shape is None:
         from titan_muon.kernels.tuning import tuned_configuration
@@ -179,60 +176,6 @@ def _configuration(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor) -> Confi
         if out.stride(2) != 1 or (c is not None and c.stride(2) != 1):
             return pointer_configuration(rows, capability)
         operands = (a, b, out) if c is None else (a, b, c, out)
-        if not all(_fits_copy_engine(x) for x in operands) or hopper_fault(a.device) is not None:
+        if not all(fits_copy_engine(x) for x in operands) or hopper_fault(a.device) is not None:
             return pointer_configuration(rows, capability)
     return shape
-
-
-@lru_cache(maxsize=16)
-def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
-
-
-def _fits_copy_engine(x: Tensor) -> bool:
-    """Say whether the copy engine can address ``x``: rows or columns dense, 16-byte steps."""
-    batch, rows, columns = x.stride()
-    dense, row = (columns, rows) if columns == 1 else (rows, columns)
-    step = 16 // x.element_size()
-    return (
-        dense == 1
-        and row > 0
-        and row % step == 0
-        and batch % step == 0
-        and (batch > 0 or x.shape[0] == 1)
-        and x.data_ptr() % 16 == 0
-    )
-
-
-def hopper_fault(device: torch.device) -> str | None:
-    """Return why the Hopper kernel cannot run, or None after one small product came out right.
-
-    It is written in Triton's Gluon dialect, which is experimental: a later Triton may change it.
-    Blocks the host once per process and device; while a CUDA graph is captured it cannot be tried.
-    """
-    if device not in _HOPPER_FAULTS:
-        if torch.cuda.is_current_stream_capturing():
-            return "it was not tried before a CUDA graph was captured"
-        _HOPPER_FAULTS[device] = _try_hopper(device)
-        if _HOPPER_FAULTS[device] is not None:
-            message = f"titan_muon: slower kernels on {device}, because {_HOPPER_FAULTS[device]}"
-            warnings.warn(message, stacklevel=2)
-    return _HOPPER_FAULTS[device]
-
-
-_HOPPER_FAULTS: dict[torch.device, str | None] = {}
-
-
-def _try_hopper(device: torch.device) -> str | None:
-    # Whatever a new Triton raises, there is another kernel; the warning above says what it was.
-    try:
-        from titan_muon.kernels import triton_hopper
-
-        x = torch.ones(1, 128, 64, dtype=torch.float16, device=device)
-        out = x.new_empty(1, 128, 128)
-        with on_device_of(x):
-            triton_hopper.multiply(x, x.mT, None, 1.0, 0.0, out, HOPPER_SMALL)
-        return None if bool((out == 64).all()) else "a test product came out wrong"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -3,7 +3,7 @@
 """Products for Hopper, symmetric or whole: copy engine, persistent programs, warp specialisation.
 
 Importing this module imports triton. It is written in Gluon, Triton's dialect with explicit
-layouts and barriers; :func:`titan_muon.kernels.symmetric_matmul.hopper_fault` tries it once before
+layouts and barriers; :func:`titan_muon.kernels.hopper.hopper_fault` tries it once before
 it is used. Tiles: see [Note: tiles of a triangle] in :mod:`titan_muon.kernels.triton_tiles`.
 
 [Note: three partitions]
@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_muon.kernels.configurations import Configuration
+from titan_muon.kernels.hopper import device_facts
 from titan_muon.kernels.launcher import Launch
 from titan_muon.kernels.triton_tiles import rectangle_tile_of, tile_of
 
@@ -250,7 +251,7 @@ def multiply(
         c is not None, symmetric, a_transposed, b_transposed,
         shape.bm, shape.bn, shape.bk, shape.group, shape.stages,
     )  # fmt: skip
-    grid = (min(total, _multiprocessors(a.device)),)
+    grid = (min(total, device_facts(a.device)[1]),)
     compiled = _hopper_kernel[grid](*descriptors, *rest, num_warps=4)
     owners = (0, 1, 3 if c is None else 2, 3, 3)
 
@@ -258,11 +259,6 @@ def multiply(
         return [_moved(d, addresses[i]) for d, i in zip(descriptors, owners, strict=True)]
 
     return Launch(compiled, grid, moved, rest)
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=64)

@@ -132,7 +132,7 @@ def _encode_kernel(
     tl.store(scales, scale, mask=inside)
 
 
-class _Launch(NamedTuple):
+class _Tables(NamedTuple):
     """What every launch for the same tensors has in common.
 
     Args:
@@ -151,7 +151,7 @@ class _Launch(NamedTuple):
 
 def decode(parts: Sequence[Tensor], coding: Coding) -> Tensor:
     """See ``quantize.decode``."""
-    tiles, pointers, grid, elements, shape = _launch_of(parts, coding)
+    tiles, pointers, grid, elements, shape = _tables(parts, coding)
     values = torch.empty(elements, dtype=torch.float32, device=parts[0].device)
     arguments = (tiles, pointers, values, coding.qmap)
     launch(_decode_kernel, grid, arguments, shape, num_warps=_WARPS)
@@ -160,7 +160,7 @@ def decode(parts: Sequence[Tensor], coding: Coding) -> Tensor:
 
 def encode(values: Tensor, parts: Sequence[Tensor], coding: Coding, only_changed: bool) -> None:
     """See ``quantize.encode``."""
-    tiles, pointers, grid, _, shape = _launch_of(parts, coding)
+    tiles, pointers, grid, _, shape = _tables(parts, coding)
     starts, middles, shift, lowest, steps = coding.search or (None, None, 0, 0, 0)
     buckets = 0 if starts is None else starts.numel() // 2
     arguments = (
@@ -171,16 +171,16 @@ def encode(values: Tensor, parts: Sequence[Tensor], coding: Coding, only_changed
     launch(_encode_kernel, grid, arguments, constants, num_warps=_WARPS)
 
 
-def _launch_of(parts: Sequence[Tensor], coding: Coding) -> _Launch:
-    addresses = tuple([part.data_ptr() for part in parts])
-    return _launch(addresses, tuple([p.numel() for p in parts[1::2]]), coding, parts[0].device)
+def _tables(parts: Sequence[Tensor], coding: Coding) -> _Tables:
+    addresses, blocks = [part.data_ptr() for part in parts], [p.numel() for p in parts[1::2]]
+    return _cached_tables(tuple(addresses), tuple(blocks), coding, parts[0].device)
 
 
 # State keeps its addresses; what was fetched from elsewhere mostly gets the same ones again.
 @lru_cache(maxsize=4096)
-def _launch(
+def _cached_tables(
     addresses: tuple[int, ...], blocks: tuple[int, ...], coding: Coding, device: torch.device
-) -> _Launch:
+) -> _Tables:
     rows = _TILE // coding.block
     pointers = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
     tiles = _tiles(blocks, rows, device)
@@ -190,7 +190,7 @@ def _launch(
         "LEVELS": 0 if coding.qmap is None else len(coding.qmap).bit_length() - 1,
         "ALIGNED": all(address % 16 == 0 for address in addresses[::2]),
     }
-    return _Launch(tiles, pointers, (len(tiles),), sum(blocks) * coding.block, shape)
+    return _Tables(tiles, pointers, (len(tiles),), sum(blocks) * coding.block, shape)
 
 
 @lru_cache(maxsize=256)

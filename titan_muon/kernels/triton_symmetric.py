@@ -134,13 +134,13 @@ def multiply(
         What repeats it, as of the Hopper kernel; None in Triton's interpreter.
     """
     batch, rows, depth = a.shape
-    tiles = shape.tiles(rows)
+    tiles, has_c = shape.tiles(rows), c is not None
     addend = out if c is None else c
     rest = (
         rows, depth, *a.stride(), *b.stride(), *addend.stride(), *out.stride(), alpha, beta, tiles,
     )  # fmt: skip
     constants = {
-        "HAS_C": c is not None,
+        "HAS_C": has_c,
         "EVEN_K": depth % shape.bk == 0,
         # The interpreter multiplies 16-bit operands in their own dtype.
         "UPCAST": triton.knobs.runtime.interpret,
@@ -153,8 +153,9 @@ def multiply(
     if compiled is None:
         return None
 
+    # Remembered with the launch: it must not hold an operand.
     def moved(addresses: Sequence[int]) -> tuple[int, int, int, int]:
         left, right, third, target = addresses
-        return left, right, target if c is None else third, target
+        return left, right, third if has_c else target, target
 
     return Launch(compiled, grid, moved, (*rest, *constants.values()))
