@@ -7,7 +7,7 @@ from torch import Tensor
 
 from titan_muon.distributed.plan import Plan
 from titan_muon.distributed.tables import BatchTables, RankTables, StageTables
-from titan_muon.distributed.wire import FIELDS_BACK, FIELDS_THERE
+from titan_muon.distributed.wire import Back, There
 
 __all__ = ["BatchIndex", "OwnIndex", "StageIndex"]
 
@@ -51,7 +51,8 @@ class StageIndex:
     """
 
     def __init__(self, tables: StageTables, own_pieces: int, device: torch.device) -> None:
-        counts = (FIELDS_THERE, FIELDS_THERE, FIELDS_BACK, FIELDS_BACK)
+        there, back = len(There._fields), len(Back._fields)
+        counts = (there, there, back, back)
         self.sent, self.received, self.returned, self.landed = (
             (_index(starts).view(-1, 1) + torch.arange(count)).to(device)
             for starts, count in zip(tables.headers, counts, strict=True)

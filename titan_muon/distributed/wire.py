@@ -5,52 +5,83 @@ range, so that its precision does not depend on its scale; that scale travels in
 Powers of two round nothing, so the scaling itself is exact.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FIELDS_BACK",
-    "FIELDS_THERE",
-    "parcel_scales",
-    "read_headers",
-    "write_headers",
-]
+__all__ = ["Back", "There", "parcel_scales", "read_headers", "write_headers"]
 
 # float16 reaches 2**15; one power less leaves room for rounding.
 _TOP = 14
-# By either end the scale and its reciprocal are normal numbers.
-_SMALLEST, _LARGEST = 2.0**-100, 2.0**126
+# From here on the reciprocal of a scale is a normal number too.
+_SMALLEST = 2.0**-100
 _EXPONENT_BITS = 0x7F800000
-# Scale, flag, sum of squares of the weights, and of the direction largest magnitude and sum of
-# squares.
-FIELDS_THERE = 5
-# Scale, flag, length of the update.
-FIELDS_BACK = 3
 
 
-def write_headers(packets: Tensor, index: Tensor, headers: Tensor) -> None:
+class There(NamedTuple):
+    """Headers of parcels on their way to the owners, or their sums and maxima: (P,) each.
+
+    Args:
+        scale: What the direction was divided by.
+        flag: 1 where the sender has a gradient.
+        weights: Sum of squares of the weights.
+        largest, squares: Largest magnitude and sum of squares of the direction.
+    """
+
+    scale: Tensor
+    flag: Tensor
+    weights: Tensor
+    largest: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, headers: Tensor) -> "There":
+        """Return the columns of (P, fields)."""
+        return cls(*headers.unbind(dim=1))
+
+
+class Back(NamedTuple):
+    """Headers of parcels on their way back: (P,) each.
+
+    Args:
+        scale: What the update was divided by.
+        flag: 1 where some rank had a gradient.
+        length: How far the update goes.
+    """
+
+    scale: Tensor
+    flag: Tensor
+    length: Tensor
+
+    @classmethod
+    def of(cls, headers: Tensor) -> "Back":
+        """Return the columns of (P, fields)."""
+        return cls(*headers.unbind(dim=1))
+
+
+def write_headers(packets: Tensor, index: Tensor, headers: There | Back) -> None:
     """Write the headers of many parcels.
 
     Args:
         packets: All packets of one end, uint8; modified.
         index: (P, fields) int64, float32 elements of each header.
-        headers: (P, fields) float32, as ``FIELDS_THERE`` or ``FIELDS_BACK`` has them.
+        headers: Their fields, (P,) each.
     """
-    packets.view(torch.float32)[index] = headers
+    packets.view(torch.float32)[index] = torch.stack(headers, dim=1).float()
 
 
 def read_headers(packets: Tensor, index: Tensor) -> Tensor:
-    """Return (P, fields) float32, as ``FIELDS_THERE`` or ``FIELDS_BACK`` has them."""
+    """Return (P, fields) float32, the headers of many parcels."""
     return packets.view(torch.float32)[index]
 
 
 def parcel_scales(largest: Tensor) -> Tensor:
     """Return the scales of parcels, float32, by their largest magnitudes.
 
-    An infinite or NaN magnitude gives a finite scale, so that the bad values travel on and stay in
-    their own matrix.
+    An infinite or NaN magnitude gives 1, so that bad values travel on, and those beside them.
     """
     # A float without its fraction is the power of two at or below it.
     bits = largest.to(torch.float32).view(torch.int32)
     power = bits.bitwise_and(_EXPONENT_BITS).view(torch.float32)
-    return power.clamp_(_SMALLEST, _LARGEST).mul_(2.0**-_TOP)
+    return power.nan_to_num_(posinf=2.0**_TOP).clamp_min_(_SMALLEST).mul_(2.0**-_TOP)

@@ -9,7 +9,7 @@ from torch import Tensor
 from titan_muon.distributed.indices import BatchIndex
 from titan_muon.distributed.plan import Unit
 from titan_muon.distributed.tables import BatchTables
-from titan_muon.distributed.wire import parcel_scales, write_headers
+from titan_muon.distributed.wire import Back, There, parcel_scales, write_headers
 from titan_muon.optim.kinds import Kind
 from titan_muon.optim.matrix_math import inverse_norms, stack_dtype, start_of
 from titan_muon.optim.step_shards import StepShards
@@ -84,26 +84,25 @@ def assemble(
     wire = kind.dtype(0)
     stack, normalized = _empty_stack(units, kind, wire, packets.device)
     by_matrix = headers[index.padded].where(index.there, 0.0)
-    scale, flags, _, largest, _ = by_matrix.amax(dim=1).unbind(dim=1)
-    _, _, weights, _, squares = by_matrix.sum(dim=1).unbind(dim=1)
+    most, total = There.of(by_matrix.amax(dim=1)), There.of(by_matrix.sum(dim=1))
     is_scaled = wire.itemsize <= 2
     factors = None
     if normalized:
-        inverse = inverse_norms(largest, squares, stack[0].numel() ** 0.5)
+        inverse = inverse_norms(most.largest, total.squares, stack[0].numel() ** 0.5)
         factors = inverse.mul_(start_of(stack, kind.group))[index.by_parcel]
     elif is_scaled:
         # Only the scales within one matrix matter: it is orthogonalized.
-        factors = scale.reciprocal()[index.by_parcel]
+        factors = most.scale.reciprocal()[index.by_parcel]
     if factors is not None and is_scaled:
-        factors = factors * headers[:, 0]
+        factors = factors * There.of(headers).scale
     kind.ops.copy_to_tensors(packets.view(wire), [stack], tables.inward[0], factors)
     buffers = {}
     for channel, spec in enumerate(kind.channels[1:], start=1):
         value = _empty_buffer(units, kind, channel, packets.device)
         kind.ops.copy_to_tensors(packets.view(value.dtype), [value], tables.inward[channel])
         buffers[spec.name] = value
-    square_sums = weights if kind.reads_weights else None
-    return Batch(tables, index, kind, stack, normalized, buffers, square_sums, flags)
+    square_sums = total.weights if kind.reads_weights else None
+    return Batch(tables, index, kind, stack, normalized, buffers, square_sums, most.flag)
 
 
 def write_own(batch: Batch, shards: StepShards) -> None:
@@ -141,8 +140,8 @@ def pack_back(batch: Batch, packets: Tensor) -> None:
         value = batch.buffers[spec.name]
         kind.ops.copy_to_flat([value], packets.view(value.dtype), tables.outward[channel])
     flags = torch.ones_like(lengths) if batch.flags is None else batch.flags
-    rows = torch.stack([flags, lengths], dim=1)[index.back_matrices]
-    write_headers(packets, index.returned, torch.cat([scales.view(-1, 1), rows], dim=1))
+    flags, lengths = flags[index.back_matrices], lengths[index.back_matrices]
+    write_headers(packets, index.returned, Back(scales, flags, lengths))
 
 
 def _empty_stack(

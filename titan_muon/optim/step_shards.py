@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_muon.distributed.indices import OwnIndex
-from titan_muon.distributed.wire import parcel_scales
+from titan_muon.distributed.wire import There, parcel_scales
 from titan_muon.kernels.pieces import PieceTable, TensorList
 from titan_muon.optim.kinds import Kind
 from titan_muon.optim.matrix_math import inverse_norms
@@ -45,12 +45,15 @@ class Measured:
         """(own pieces,), the powers of two by which 16-bit parcels are multiplied."""
         return self._scales.reciprocal()
 
+    def headers(self, pieces: Tensor) -> There:
+        """Return the headers of some own pieces."""
+        return There.of(self._headers[pieces])
+
     @cached_property
-    def headers(self) -> Tensor:
-        """(own pieces, fields), the headers of the parcels."""
+    def _headers(self) -> Tensor:
         flags = torch.ones_like(self._scales) if self._flags is None else self._flags
-        header = [self._scales, flags, self.squares, *self._statistics.unbind(dim=1)]
-        return torch.stack(header, dim=1).float()
+        largest, squares = self._statistics.unbind(dim=1)
+        return torch.stack(There(self._scales, flags, self.squares, largest, squares), dim=1)
 
     @cached_property
     def _scales(self) -> Tensor:
@@ -95,7 +98,7 @@ class StepShards:
             self.flags = flags * take
         self._statistics = torch.zeros((count, 2), device=device)
         self._squares = torch.zeros(count, device=device)
-        self.measured = self._known()
+        self.measured = self._measured()
 
     def advance(self, tables: Mapping[int, PieceTable]) -> None:
         """Advance the momentum of some parameters.
@@ -118,9 +121,9 @@ class StepShards:
             if kind.reads_weights:
                 squares = kind.ops.statistics(self.params, table)[:, 1]
                 self._squares = self._squares + squares.to(device)
-        self.measured = self._known()
+        self.measured = self._measured()
 
-    def _known(self) -> Measured:
+    def _measured(self) -> Measured:
         return Measured(self._own, self.flags, self._statistics, self._squares)
 
     def restore(self) -> None:
