@@ -38,7 +38,8 @@ def _weights(optimizer: Muon) -> list[nn.Parameter]:
 
 def noise_of(step: int, shape: tuple[int, int], device: str = "cpu") -> Noise:
     rows, columns = (torch.arange(n, dtype=torch.int32, device=device) for n in shape)
-    return Noise(rows, columns, torch.tensor(float(step), device=device), -1234567)
+    base = torch.tensor(-1234567, dtype=torch.int32, device=device)
+    return Noise(rows, columns, torch.tensor(float(step), device=device), base)
 
 
 def test_rounds_to_neighbours_without_bias():
@@ -143,12 +144,12 @@ def test_values_and_columns_are_loaded_in_vectors():
 
     types = {
         "values": "*fp32", "out": "*bf16", "rows": "*i32", "columns": "*i32", "step": "*fp32",
-        "base": "i32", "height": "i32",
+        "base": "*i32", "height": "i32",
     }  # fmt: skip
     constants = {"start": 0, "count": 1 << 24, "width": 4096, "ROWS": 1, "COLUMNS": 1024}
     accesses = global_accesses(triton_rounding._kernel, types, constants)
-    # A thread has eight values and as many columns; row and step are the same for all.
-    assert sorted(accesses) == ["ld.global.b32"] * 2 + ["ld.global.v4.b32"] * 4 + [
+    # A thread has eight values and as many columns; row, step and base are the same for all.
+    assert sorted(accesses) == ["ld.global.b32"] * 3 + ["ld.global.v4.b32"] * 4 + [
         "st.global.v4.b32"
     ]
 

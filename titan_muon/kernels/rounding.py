@@ -22,13 +22,13 @@ class Noise(NamedTuple):
         rows: (R,) int32, number of each row.
         columns: (C,) int32, number of each column.
         step: 0-d, number of the step.
-        base: Number from -2**31 to 2**31 - 1 that tells matrices apart.
+        base: 0-d int32, tells matrices apart.
     """
 
     rows: Tensor
     columns: Tensor
     step: Tensor
-    base: int
+    base: Tensor
 
 
 def round_to_bfloat16(values: Tensor, out: Tensor, noise: Noise, start: int = 0) -> None:

@@ -25,7 +25,7 @@ def _mixed(x):
     return x ^ (x >> 15)
 
 
-@triton.jit(do_not_specialize=["base"])
+@triton.jit
 def _kernel(
     values, out, rows, columns, step, base, start, count, height, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -33,7 +33,7 @@ def _kernel(
     tiles = tl.cdiv(width, COLUMNS)
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
-    key = _mixed((tl.load(step).to(tl.int32) + base).to(tl.uint32, bitcast=True))
+    key = _mixed((tl.load(step).to(tl.int32) + tl.load(base)).to(tl.uint32, bitcast=True))
     of_row = tl.load(rows + row, mask=row < height, other=0).to(tl.uint32, bitcast=True)
     of_column = tl.load(columns + column, mask=column < width, other=0)
     of_column = of_column.to(tl.uint32, bitcast=True)

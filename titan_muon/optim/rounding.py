@@ -45,7 +45,8 @@ class Rounding:
             rows = (rows.view(-1, 1) * size + _numbers(intervals)).view(-1)
         columns = _numbers(region[-1]) if region else torch.zeros(1, dtype=torch.int64)
         self._rows, self._columns = rows.to(torch.int32), columns.to(torch.int32)
-        self._base = zlib.crc32(f"{seed} {name}".encode()) - (1 << 31)
+        base = zlib.crc32(f"{seed} {name}".encode()) - (1 << 31)
+        self._base = torch.tensor(base, dtype=torch.int32)
 
     def __call__(self, values: Tensor, step: Tensor, start: int = 0) -> Tensor:
         """Return values in bfloat16.
@@ -56,7 +57,8 @@ class Rounding:
             start: Place of the first one in the shard.
         """
         if self._rows.device != values.device:
-            self._rows, self._columns = (t.to(values.device) for t in (self._rows, self._columns))
+            held = self._rows, self._columns, self._base
+            self._rows, self._columns, self._base = (t.to(values.device) for t in held)
         noise = Noise(self._rows, self._columns, step, self._base)
         out = torch.empty_like(values, dtype=torch.bfloat16)
         round_to_bfloat16(values, out, noise, start)
