@@ -35,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=["llama8b_x4"])
     parser.add_argument("--layout", choices=LAYOUTS, default="fsdp")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--trace", help="write a profiler trace of one Muon step on rank 0 here")
+    parser.add_argument(
+        "--trace", help="write a profiler trace of a Muon step on rank 0, the last one, here"
+    )
     options = parser.parse_args(arguments)
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")

@@ -2,16 +2,18 @@
 
     python scripts/bench_rank.py [--ranks 8 64 256] [--rank 0] [--layers 32] [--steps 20]
 
-torch's fake process group stands in for the network: collectives return at once and bring nothing.
-What is left is the arithmetic of one rank (``device ms``, which also waits for the host) and what
-enqueueing it takes the host (``host ms``): on many ranks that is what a step waits for. Weights are
-float32 and cut along dim 0, the competitors take turns, times are medians. On a CPU every shape is
-divided by 16.
+torch's fake process group stands in for the network: collectives return at once, and what they
+bring, if anything, is dropped. Random numbers lie where parcels would arrive, since the speed of a
+GPU depends on them. What is left is the arithmetic of one rank (``device ms``, which also waits for
+the host) and what enqueueing it takes the host (``host ms``): on many ranks that is what a step
+waits for. Weights are float32 and cut along dim 0, the competitors take turns, times are medians.
+On a CPU every shape is divided by 16.
 """
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,9 @@ from bench_distributed import Layout, ShardedRun, dist_muon
 from bench_step import competitors, heading
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_muon.distributed.tensors import local_of
+from titan_muon.distributed.wire import Back, There, write_headers
 
 # Projections of one layer: q, k, v, o, gate, down, up.
 LAYER = [
@@ -36,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(heading(device))
+    dist.all_to_all_single = dropping(dist.all_to_all_single)
     shapes = options.layers * LAYER
     if device.type == "cpu":
         shapes = [(rows // 16, columns // 16) for rows, columns in shapes]
@@ -53,6 +59,7 @@ def table(
     for label, factory in {**competitors(), "torchtitan DistMuon": dist_muon}.items():
         try:
             runs[label] = ShardedRun(factory, shapes, layout, device)
+            fill(runs[label])
         except Exception as error:  # a peer may fail in any way; say so and go on
             failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
     turns, shuffle = list(runs.values()), random.Random(0).shuffle
@@ -70,6 +77,40 @@ def table(
     for label, run in sorted(runs.items(), key=lambda item: item[1].device_ms()):
         lines.append(f"{label:26}{run.device_ms():10.2f}{run.host_ms():9.2f}")
     return "\n".join(lines + [f"not run: {text}" for text in failures])
+
+
+def dropping(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective with its output elsewhere."""
+
+    def run(output: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        return collective(torch.empty_like(output), *arguments, **options)
+
+    return run
+
+
+@torch.no_grad()
+def fill(run: ShardedRun) -> None:
+    """Put random numbers, with headers that fit them, where parcels would arrive."""
+    for param in run.params:
+        # What the first steps wrote came from nowhere.
+        local_of(param).normal_(std=0.02)
+    for work in getattr(run.optimizer, "_works", None) or ():
+        elements = max(unit.rows * unit.columns for unit in work.plan.units)
+        for name, buffer in work.exchange._buffers.items():
+            if not name.startswith("receive"):
+                continue
+            buffer[: buffer.numel() // 2 * 2].view(torch.float16).normal_()
+            for index in work._indices:
+                there, back = len(index.received), len(index.landed)
+                if name.endswith("there"):
+                    fields = [1.0, 1.0, 1.0, 5.0, float(elements)]
+                    write_headers(buffer, index.received, There(*_columns(fields, there, buffer)))
+                else:
+                    write_headers(buffer, index.landed, Back(*_columns([1.0] * 3, back, buffer)))
+
+
+def _columns(fields: Sequence[float], count: int, like: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.full((count,), field, device=like.device) for field in fields]
 
 
 if __name__ == "__main__":
