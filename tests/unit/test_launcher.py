@@ -144,6 +144,37 @@ def test_remembered_products_hold_no_operand(added, monkeypatch):
     assert [reference() for reference in references] == [None] * 4
 
 
+def test_hopper_launches_describe_their_operands_where_they_are_now(monkeypatch):
+    """Without a GPU: what the kernel would be given."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from titan_muon.kernels import triton_hopper
+    from titan_muon.kernels.configurations import HOPPER_SMALL
+
+    compiled = Compiled()
+    monkeypatch.setattr(triton_hopper, "device_facts", lambda device: ((9, 0), 132))
+    monkeypatch.setattr(triton_hopper, "_hopper_kernel", {(6,): lambda *_, **__: compiled})
+    x = torch.zeros(2, 256, 64, dtype=torch.float16)
+    c, out = torch.zeros(2, 2, 256, 256, dtype=torch.float16)
+    references = [weakref.ref(tensor) for tensor in (x, c, out)]
+    known = triton_hopper.multiply(x, x.mT, c, 0.5, 2.0, out, HOPPER_SMALL)
+    del x, c, out
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+    known([1024, 2048, 4096, 8192])
+    ((grid, (*descriptors, rows, columns, depth, alpha, beta, _, total)),) = [
+        (grid, arguments[:12]) for grid, arguments in compiled.launches
+    ]
+    assert (grid, rows, columns, depth, alpha, beta, total) == ((6, 1, 1), 256, 256, 64, 0.5, 2, 6)
+    found = [(d.base.data_ptr(), tuple(d.shape), tuple(d.block_shape)) for d in descriptors]
+    assert found == [
+        (1024, (2, 256, 64), (1, 64, 64)),
+        (2048, (2, 256, 64), (1, 128, 64)),
+        (4096, (2, 256, 256), (1, 64, 128)),
+        (8192, (2, 256, 256), (1, 64, 128)),
+        (8192, (2, 256, 256), (1, 128, 64)),
+    ]
+
+
 def test_choices_made_while_a_graph_is_captured_are_not_kept(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     remember(("key",), Launch(Compiled(), (1,), lambda addresses: addresses, ()))
