@@ -71,13 +71,14 @@ def _is_sliced(key: str, tensor: Tensor | Quantized, param: Tensor) -> bool:
 
 def _is_uniform(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | Quantized]) -> bool:
     """Whether torch's kernels take the shards as they are: of one dtype, and laid out alike."""
-    wanted = param.dtype, param.stride()
+    dtype, strides = param.dtype, param.stride()
     for key, tensor in state.items():
         if isinstance(tensor, Quantized):
             return False
-        if (tensor.dtype, tensor.stride()) != wanted and _is_sliced(key, tensor, param):
+        alike = tensor.stride() == strides and tensor.dtype == dtype
+        if not alike and _is_sliced(key, tensor, param):
             return False
-    return (grad.dtype, grad.stride()) == wanted
+    return grad.stride() == strides and grad.dtype == dtype
 
 
 class _Shard:
