@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_muon.kernels.quantize import Search
+from titan_muon.kernels.coding import Search
 from titan_muon.kernels.triton_quantize import _nearest
 
 _BLOCK = 1024

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.interpreter import interpreted
-from titan_muon.kernels import dispatch, reference, select_operations, tuning
+from titan_muon.kernels import devices, reference, select_operations, tuning
 from titan_muon.kernels.configurations import (
     CANDIDATES,
     HOPPER_LARGE,
@@ -89,16 +89,16 @@ def test_reference_is_the_definition():
     ],
 )
 def test_every_refusal_says_why(monkeypatch, rows, dtype, device, missing, message):
-    dispatch.device_fault.cache_clear()
+    devices.device_fault.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     capability = (7, 5) if missing == "capability" else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     if missing == "triton":
-        monkeypatch.setattr(dispatch, "find_spec", lambda _: None)
+        monkeypatch.setattr(devices, "find_spec", lambda _: None)
     if missing == "hip":
         monkeypatch.setattr(torch.version, "hip", "6.4")
     ops = select_operations(rows, dtype, device)
-    dispatch.device_fault.cache_clear()
+    devices.device_fault.cache_clear()
     assert ops.name == "reference"
     assert not ops.half_cost
     with pytest.raises(AssertionError, match=message):
@@ -106,12 +106,12 @@ def test_every_refusal_says_why(monkeypatch, rows, dtype, device, missing, messa
 
 
 def test_a_modern_gpu_gets_the_kernels(monkeypatch):
-    dispatch.device_fault.cache_clear()
+    devices.device_fault.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(dispatch, "find_spec", lambda _: object())
+    monkeypatch.setattr(devices, "find_spec", lambda _: object())
     ops = select_operations(4096, torch.float16, CUDA)
-    dispatch.device_fault.cache_clear()
+    devices.device_fault.cache_clear()
     assert (ops.name, ops.half_cost) == ("triton", True)
 
 

@@ -9,16 +9,9 @@ from torch import Tensor
 
 from tests.helpers.interpreter import interpreted
 from tests.helpers.ptx import global_accesses
-from titan_muon.kernels import quantize
-from titan_muon.kernels.quantize import (
-    Coding,
-    Search,
-    decode,
-    decode_reference,
-    encode,
-    encode_reference,
-    search_of,
-)
+from titan_muon.kernels import coding as codings
+from titan_muon.kernels.coding import Coding, Search, search_of
+from titan_muon.kernels.quantize import decode, decode_reference, encode, encode_reference
 
 FORMATS = ("int8", "int4", "float8")
 # Blocks of each tensor: part of a tile, whole tiles, several with a rest.
@@ -190,7 +183,7 @@ def test_search_of_the_kernels_equals_torch_in_the_interpreter():
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_tables_are_no_larger_than_their_steps_need(steps, monkeypatch):
-    monkeypatch.setattr(quantize, "_STEPS", steps)
+    monkeypatch.setattr(codings, "_STEPS", steps)
     for name, middles in maps_of().items():
         search = search_of(middles)
         if "int" in name:

@@ -11,7 +11,8 @@ from tests.helpers.interpreter import interpreted
 from tests.helpers.optimizers import ALGORITHMS, AveragedAlgorithm, set_gradients, train
 from tests.helpers.ptx import global_accesses
 from titan_muon import Muon
-from titan_muon.kernels.rounding import Noise, noise_reference, round_reference
+from titan_muon.kernels.noise import Noise, noise_reference
+from titan_muon.kernels.rounding import round_reference
 from titan_muon.optim import elements
 from titan_muon.optim.algorithms import ElementwiseAlgorithm, register_algorithm
 from titan_muon.optim.load_planner import StateLoadPlanner

@@ -4,16 +4,14 @@ The iterations are written once against :class:`Operations`; this module decides
 stand behind it.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from titan_muon.kernels import reference
+from titan_muon.kernels.devices import device_fault
 
 
 class Gram(Protocol):
@@ -129,32 +127,3 @@ def decline_reason(rows: int, dtype: torch.dtype, device: torch.device) -> str |
     if rows < MIN_ROWS:
         return f"cuBLAS is faster below {MIN_ROWS} rows, and these have {rows}"
     return device_fault(device)
-
-
-@lru_cache(maxsize=64)
-def device_fault(device: torch.device) -> str | None:
-    """Return why no Triton kernel of the package runs on a CUDA device, or None."""
-    if torch.version.hip is not None:
-        return "the Triton kernels are tested on NVIDIA GPUs only, and this is ROCm"
-    if not torch.cuda.is_available():
-        return "no CUDA device here"
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return f"the Triton kernels need compute capability 8.0, and this GPU has {capability}"
-    return None
-
-
-_HERE = nullcontext()
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Make a tensor's GPU the current one: Triton launches there, wherever its arguments are.
-
-    Args:
-        x: Any tensor; one on a CPU changes nothing.
-    """
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device_of(x)

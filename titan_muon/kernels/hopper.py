@@ -1,22 +1,14 @@
 """Whether the Hopper kernel can run: on a device, and on a tensor."""
 
 import warnings
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from titan_muon.kernels.configurations import HOPPER_SMALL
-from titan_muon.kernels.dispatch import on_device_of
+from titan_muon.kernels.devices import on_device_of
 
-__all__ = ["device_facts", "fits_copy_engine", "hopper_fault"]
-
-
-@lru_cache(maxsize=16)
-def device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Return compute capability and number of multiprocessors."""
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
+__all__ = ["fits_copy_engine", "hopper_fault"]
 
 
 def fits_copy_engine(x: Tensor) -> bool:

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 
 from titan_muon.kernels import pieces_reference
-from titan_muon.kernels.dispatch import device_fault
+from titan_muon.kernels.devices import device_fault
 
 __all__ = ["PieceOperations", "select_piece_operations"]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titan_muon.kernels.dispatch import device_fault, on_device_of
+from titan_muon.kernels.devices import device_fault, on_device_of
 
 __all__ = ["row_mean_squares", "scale_rows_"]
 

@@ -15,8 +15,8 @@ from titan_muon.kernels.configurations import (
     known_configuration,
     pointer_configuration,
 )
-from titan_muon.kernels.dispatch import on_device_of
-from titan_muon.kernels.hopper import device_facts, fits_copy_engine, hopper_fault
+from titan_muon.kernels.devices import device_facts, on_device_of
+from titan_muon.kernels.hopper import fits_copy_engine, hopper_fault
 from titan_muon.kernels.launcher import described, remember, repeat
 
 

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_muon.kernels.configurations import Configuration
-from titan_muon.kernels.hopper import device_facts
+from titan_muon.kernels.devices import device_facts
 from titan_muon.kernels.launcher import Launch
 from titan_muon.kernels.triton_tiles import rectangle_tile_of, tile_of
 

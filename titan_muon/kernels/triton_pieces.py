@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_muon.kernels.dispatch import on_device_of
+from titan_muon.kernels.devices import on_device_of
 from titan_muon.kernels.launcher import launch
 from titan_muon.kernels.pieces import TILE, PieceTable, TensorList, TileClass
 

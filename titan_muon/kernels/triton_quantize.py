@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_muon.kernels.coding import FLOAT8_MAX, SMALLEST_SCALE, Coding
 from titan_muon.kernels.launcher import launch
-from titan_muon.kernels.quantize import FLOAT8_MAX, SMALLEST_SCALE, Coding
 
 __all__ = ["decode", "encode"]
 

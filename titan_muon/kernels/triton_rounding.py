@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_muon.kernels.launcher import launch
-from titan_muon.kernels.rounding import Noise, touched
+from titan_muon.kernels.noise import Noise, touched
 
 __all__ = ["round_to_bfloat16"]
 

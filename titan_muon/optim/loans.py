@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_muon.kernels.quantize import Coding, decode, encode
+from titan_muon.kernels.coding import Coding
+from titan_muon.kernels.quantize import decode, encode
 from titan_muon.optim.quantized import Quantized
 
 __all__ = ["Loan", "Narrow", "Transfers"]

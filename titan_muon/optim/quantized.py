@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from titan_muon.kernels.quantize import Coding
+from titan_muon.kernels.coding import Coding
 
 __all__ = [
     "Quantized",

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from titan_muon.distributed.layout import layout_of, local_region
 from titan_muon.distributed.tensors import own_coordinate
-from titan_muon.kernels.rounding import Noise, round_to_bfloat16
+from titan_muon.kernels.noise import Noise
+from titan_muon.kernels.rounding import round_to_bfloat16
 
 __all__ = ["STEP", "Rounding", "is_rounded"]
 
