@@ -43,10 +43,10 @@ def in_chunks(
         staged: dict[tuple[Any, ...], list[_Shard]] = {}
         parts = zip(params, grads, states, roundings, strict=True)
         for place, (param, grad, held, rounding) in enumerate(parts):
-            state = {key: unwrapped(tensor) for key, tensor in held.items()}
-            if rounding is None and _is_uniform(param, grad, state):
+            if rounding is None and _is_uniform(param, grad, held):
                 direct.append(place)
             else:
+                state = {key: unwrapped(tensor) for key, tensor in held.items()}
                 shard = _Shard(param, grad, state, rounding)
                 staged.setdefault(shard.kind, []).append(shard)
         if direct:
@@ -69,11 +69,11 @@ def _is_sliced(key: str, tensor: Tensor | Quantized, param: Tensor) -> bool:
     return tensor.shape == param.shape and (tensor.ndim > 0 or key != STEP)
 
 
-def _is_uniform(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | Quantized]) -> bool:
+def _is_uniform(param: Tensor, grad: Tensor, held: Mapping[str, Tensor]) -> bool:
     """Whether torch's kernels take the shards as they are: of one dtype, and laid out alike."""
     dtype, strides = param.dtype, param.stride()
-    for key, tensor in state.items():
-        if isinstance(tensor, Quantized):
+    for key, tensor in held.items():
+        if type(tensor) is not Tensor:
             return False
         alike = tensor.stride() == strides and tensor.dtype == dtype
         if not alike and _is_sliced(key, tensor, param):
