@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_muon.distributed.tensors import local_of
-from titan_muon.distributed.wire import Back, There, write_headers
+from titan_muon.distributed.wire import Back, There, rows, write_headers
 
 # Projections of one layer: q, k, v, o, gate, down, up.
 LAYER = [
@@ -101,16 +101,12 @@ def fill(run: ShardedRun) -> None:
                 continue
             buffer[: buffer.numel() // 2 * 2].view(torch.float16).normal_()
             for index in work._indices:
-                there, back = len(index.received), len(index.landed)
+                one = torch.ones(1, device=buffer.device)
                 if name.endswith("there"):
-                    fields = [1.0, 1.0, 1.0, 5.0, float(elements)]
-                    write_headers(buffer, index.received, There(*_columns(fields, there, buffer)))
+                    header = There(one, one, one, largest=5 * one, squares=elements * one)
+                    write_headers(buffer, index.received, rows(header))
                 else:
-                    write_headers(buffer, index.landed, Back(*_columns([1.0] * 3, back, buffer)))
-
-
-def _columns(fields: Sequence[float], count: int, like: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.full((count,), field, device=like.device) for field in fields]
+                    write_headers(buffer, index.landed, rows(Back(one, one, one)))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ range, so that its precision does not depend on its scale; that scale travels in
 Powers of two round nothing, so the scaling itself is exact.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Back", "There", "parcel_scales", "read_headers", "write_headers"]
+__all__ = ["Back", "There", "columns", "parcel_scales", "read_headers", "rows", "write_headers"]
 
 # float16 reaches 2**15; one power less leaves room for rounding.
 _TOP = 14
@@ -35,11 +35,6 @@ class There(NamedTuple):
     largest: Tensor
     squares: Tensor
 
-    @classmethod
-    def of(cls, headers: Tensor) -> "There":
-        """Return the columns of (P, fields)."""
-        return cls(*headers.unbind(dim=1))
-
 
 class Back(NamedTuple):
     """Headers of parcels on their way back: (P,) each.
@@ -54,21 +49,29 @@ class Back(NamedTuple):
     flag: Tensor
     length: Tensor
 
-    @classmethod
-    def of(cls, headers: Tensor) -> "Back":
-        """Return the columns of (P, fields)."""
-        return cls(*headers.unbind(dim=1))
+
+_Header = TypeVar("_Header", There, Back)
 
 
-def write_headers(packets: Tensor, index: Tensor, headers: There | Back) -> None:
+def columns(kind: type[_Header], headers: Tensor) -> _Header:
+    """Return the fields of (P, fields), headers of a kind."""
+    return kind(*headers.unbind(dim=1))
+
+
+def rows(headers: There | Back) -> Tensor:
+    """Return (P, fields) float32."""
+    return torch.stack(headers, dim=1).float()
+
+
+def write_headers(packets: Tensor, index: Tensor, headers: Tensor) -> None:
     """Write the headers of many parcels.
 
     Args:
         packets: All packets of one end, uint8; modified.
         index: (P, fields) int64, float32 elements of each header.
-        headers: Their fields, (P,) each.
+        headers: (P, fields) float32.
     """
-    packets.view(torch.float32)[index] = torch.stack(headers, dim=1).float()
+    packets.view(torch.float32)[index] = headers
 
 
 def read_headers(packets: Tensor, index: Tensor) -> Tensor:

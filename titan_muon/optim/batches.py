@@ -9,7 +9,7 @@ from torch import Tensor
 from titan_muon.distributed.indices import BatchIndex
 from titan_muon.distributed.plan import Unit
 from titan_muon.distributed.tables import BatchTables
-from titan_muon.distributed.wire import Back, There, parcel_scales, write_headers
+from titan_muon.distributed.wire import Back, There, columns, parcel_scales, rows, write_headers
 from titan_muon.optim.kinds import Kind
 from titan_muon.optim.matrix_math import inverse_norms, stack_dtype, start_of
 from titan_muon.optim.step_shards import StepShards
@@ -41,6 +41,18 @@ class Batch:
     square_sums: Tensor | None
     flags: Tensor | None
     lengths: Tensor | None = None
+
+    @property
+    def reach(self) -> Tensor:
+        """(B,), how far the updates go, once that is known."""
+        if self.lengths is None:
+            raise AssertionError("the batch has not been computed")
+        return self.lengths
+
+    @property
+    def moves(self) -> Tensor:
+        """(B,), 1 where some rank had a gradient."""
+        return torch.ones_like(self.reach) if self.flags is None else self.flags
 
 
 def cut(
@@ -84,7 +96,7 @@ def assemble(
     wire = kind.dtype(0)
     stack, normalized = _empty_stack(units, kind, wire, packets.device)
     by_matrix = headers[index.padded].where(index.there, 0.0)
-    most, total = There.of(by_matrix.amax(dim=1)), There.of(by_matrix.sum(dim=1))
+    most, total = (columns(There, x) for x in (by_matrix.amax(dim=1), by_matrix.sum(dim=1)))
     is_scaled = wire.itemsize <= 2
     factors = None
     if normalized:
@@ -94,7 +106,7 @@ def assemble(
         # Only the scales within one matrix matter: it is orthogonalized.
         factors = most.scale.reciprocal()[index.by_parcel]
     if factors is not None and is_scaled:
-        factors = factors * There.of(headers).scale
+        factors = factors * columns(There, headers).scale
     kind.ops.copy_to_tensors(packets.view(wire), [stack], tables.inward[0], factors)
     buffers = {}
     for channel, spec in enumerate(kind.channels[1:], start=1):
@@ -112,7 +124,7 @@ def write_own(batch: Batch, shards: StepShards) -> None:
         shards.params,
         batch.stack.view(-1),
         tables.inward[0],
-        _lengths(batch).to(kind.wide)[batch.index.by_piece],
+        batch.reach.to(kind.wide)[batch.index.by_piece],
         **kind.write_options(),
         keep=shards.flags,
     )
@@ -128,7 +140,7 @@ def pack_back(batch: Batch, packets: Tensor) -> None:
         batch: Computed.
         packets: Bytes to send; modified.
     """
-    kind, tables, index, lengths = batch.kind, batch.tables, batch.index, _lengths(batch).float()
+    kind, tables, index = batch.kind, batch.tables, batch.index
     flat = packets.view(kind.dtype(0))
     scales, factors = torch.ones_like(index.back_parcels, dtype=torch.float32), None
     # In its own dtype an update travels as it is.
@@ -139,9 +151,8 @@ def pack_back(batch: Batch, packets: Tensor) -> None:
     for channel, spec in enumerate(kind.channels[1:], start=1):
         value = batch.buffers[spec.name]
         kind.ops.copy_to_flat([value], packets.view(value.dtype), tables.outward[channel])
-    flags = torch.ones_like(lengths) if batch.flags is None else batch.flags
-    flags, lengths = flags[index.back_matrices], lengths[index.back_matrices]
-    write_headers(packets, index.returned, Back(scales, flags, lengths))
+    flags, lengths = (x[index.back_matrices] for x in (batch.moves, batch.reach))
+    write_headers(packets, index.returned, rows(Back(scales, flags, lengths)))
 
 
 def _empty_stack(
@@ -168,9 +179,3 @@ def _empty_buffer(units: Sequence[Unit], kind: Kind, channel: int, device: torch
     count, rows, columns = _shape(units)
     shape = (count, rows, 1 if kind.channels[channel].by_row else columns)
     return torch.empty(shape, dtype=kind.dtype(channel), device=device)
-
-
-def _lengths(batch: Batch) -> Tensor:
-    if batch.lengths is None:
-        raise AssertionError("the batch has not been computed")
-    return batch.lengths

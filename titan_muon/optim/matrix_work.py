@@ -14,7 +14,7 @@ from titan_muon.distributed.matrices import MatrixRule
 from titan_muon.distributed.plan import make_plan
 from titan_muon.distributed.tables import rank_tables
 from titan_muon.distributed.tensors import compute_device, mesh_of
-from titan_muon.distributed.wire import Back, read_headers, write_headers
+from titan_muon.distributed.wire import Back, columns, read_headers, write_headers
 from titan_muon.optim.algorithms.base import get_algorithm
 from titan_muon.optim.batches import Batch, assemble, cut, pack_back, write_own
 from titan_muon.optim.groups import group_names
@@ -145,7 +145,7 @@ class MatrixWork:
                 shards.measured.sent_factors if flat.dtype.itemsize <= 2 else None,
                 **kind.momentum_options(),
             )
-        write_headers(packets, index.sent, shards.measured.headers(index.pieces))
+        write_headers(packets, index.sent, shards.measured.headers[index.pieces])
         return self.exchange.start(stage, tables, "there")
 
     def receive(self, stage: int, message: Message | None) -> list[Batch]:
@@ -208,7 +208,7 @@ class MatrixWork:
         if message is None:
             return
         packets, shards = message.wait(), self.shards
-        back = Back.of(read_headers(packets, self._indices[message.stage].landed))
+        back = columns(Back, read_headers(packets, self._indices[message.stage].landed))
         factors = back.scale * back.length
         certain = shards.flags is None and not self._replicated
         keep = None if certain else back.flag.contiguous()

@@ -113,13 +113,10 @@ class StepMeter(Observer):
         """Measure updates that this rank has just computed."""
         for batch in batches:
             group, stack = batch.kind.group, batch.stack
-            if batch.lengths is None:
-                raise AssertionError("the batch has not been computed")
-            flags = torch.ones_like(batch.lengths) if batch.flags is None else batch.flags
-            moved = flags.double() / _copies_of_matrices(group["params"][0])
+            moved = batch.moves.double() / _copies_of_matrices(group["params"][0])
             wide = torch.promote_types(stack.dtype, torch.float32)
             norms = torch.linalg.vector_norm(stack, dim=(1, 2), dtype=wide).double()
-            squares = (norms * batch.lengths * _lr_on(group, stack.device)).square()
+            squares = (norms * batch.reach * _lr_on(group, stack.device)).square()
             self._add(group, "update_squares", (squares * moved).sum())
             self._add(group, "update_count", moved.sum() * stack[0].numel())
             chosen = self._steps % len(stack)

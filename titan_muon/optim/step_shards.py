@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_muon.distributed.indices import OwnIndex
-from titan_muon.distributed.wire import There, parcel_scales
+from titan_muon.distributed.wire import There, parcel_scales, rows
 from titan_muon.kernels.pieces import PieceTable, TensorList
 from titan_muon.optim.kinds import Kind
 from titan_muon.optim.matrix_math import inverse_norms
@@ -45,15 +45,12 @@ class Measured:
         """(own pieces,), the powers of two by which 16-bit parcels are multiplied."""
         return self._scales.reciprocal()
 
-    def headers(self, pieces: Tensor) -> There:
-        """Return the headers of some own pieces."""
-        return There.of(self._headers[pieces])
-
     @cached_property
-    def _headers(self) -> Tensor:
+    def headers(self) -> Tensor:
+        """(own pieces, fields), the headers of the parcels."""
         flags = torch.ones_like(self._scales) if self._flags is None else self._flags
         largest, squares = self._statistics.unbind(dim=1)
-        return torch.stack(There(self._scales, flags, self.squares, largest, squares), dim=1)
+        return rows(There(self._scales, flags, self.squares, largest, squares))
 
     @cached_property
     def _scales(self) -> Tensor:
