@@ -11,13 +11,12 @@ compared. Without GPUs it runs on gloo with small shapes.
 
 import argparse
 import os
-import random
 import statistics
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from bench_step import WORKLOADS, Run, competitors, heading
+from bench_step import WORKLOADS, Run, competitors, heading, sized, started, take_turns
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -48,9 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks; {heading(device)}")
     for name in options.workloads:
-        shapes = WORKLOADS[name]
-        if not gpu:
-            shapes = [(*s[:-2], s[-2] // 16, s[-1] // 16) for s in shapes]
+        shapes = sized(WORKLOADS[name], device)
         layout = Layout(options.layout, mesh)
         report(name, shapes, layout, device, options.steps)
         agreement(name, shapes, layout, device)
@@ -124,20 +121,8 @@ def report(name, shapes, layout: Layout, device: torch.device, steps: int) -> No
     factories["titan-muon Muon, float32 wire"] = lambda p: Muon(p, lr=1e-3, wire_dtype="float32")
     factories["torchtitan DistMuon"] = dist_muon
     mesh = layout.mesh
-    runs, failures = {}, []
-    for label, factory in factories.items():
-        try:
-            runs[label] = ShardedRun(factory, shapes, layout, device)
-        except Exception as error:  # a peer may fail in any way; say so and go on
-            failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
-    turns = list(runs.values())
-    shuffle = random.Random(0).shuffle
-    for _ in range(steps):
-        # A GPU runs slower after a hot neighbour, so no two keep their places.
-        shuffle(turns)
-        for run in turns:
-            dist.barrier()
-            run.step()
+    runs, failures = started(factories, lambda f: ShardedRun(f, shapes, layout, device))
+    take_turns(runs.values(), steps, before=dist.barrier)
     one = Run(factories["titan-muon Muon"], shapes, device)
     for _ in range(steps if dist.get_rank() == 0 else 0):
         one.step()
@@ -165,7 +150,7 @@ def report(name, shapes, layout: Layout, device: torch.device, steps: int) -> No
                 f"{traffic.collectives / (steps + 3):.0f} collectives, "
                 f"{traffic.matrices / (steps + 3):.0f} matrices on rank 0"
             )
-    print("\n".join(f"not run: {text}" for text in failures))
+    print("\n".join(failures))
 
 
 def agreement(name, shapes, layout: Layout, device: torch.device, steps: int = 3) -> None:

@@ -11,14 +11,13 @@ On a CPU every shape is divided by 16.
 """
 
 import argparse
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from bench_distributed import Layout, ShardedRun, dist_muon
-from bench_step import competitors, heading
+from bench_step import competitors, heading, sized, started, take_turns
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -42,31 +41,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(heading(device))
     dist.all_to_all_single = dropping(dist.all_to_all_single)
-    shapes = options.layers * LAYER
-    if device.type == "cpu":
-        shapes = [(rows // 16, columns // 16) for rows, columns in shapes]
+    shapes = sized(options.layers * LAYER, device)
     for ranks in options.ranks:
         print(table(shapes, ranks, options.rank, device, options.steps))
 
 
 def table(
-    shapes: list[tuple[int, int]], ranks: int, rank: int, device: torch.device, steps: int
+    shapes: list[tuple[int, ...]], ranks: int, rank: int, device: torch.device, steps: int
 ) -> str:
     """Be one of some ranks, run all competitors there in turns, and return the table."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     layout = Layout("fsdp", init_device_mesh(device.type, (ranks,), mesh_dim_names=("ranks",)))
-    runs, failures = {}, []
-    for label, factory in {**competitors(), "torchtitan DistMuon": dist_muon}.items():
-        try:
-            runs[label] = ShardedRun(factory, shapes, layout, device)
-            fill(runs[label])
-        except Exception as error:  # a peer may fail in any way; say so and go on
-            failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
-    turns, shuffle = list(runs.values()), random.Random(0).shuffle
-    for _ in range(steps):
-        shuffle(turns)
-        for run in turns:
-            run.step()
+    factories = {**competitors(), "torchtitan DistMuon": dist_muon}
+    runs, failures = started(factories, lambda f: ShardedRun(f, shapes, layout, device))
+    for run in runs.values():
+        fill(run)
+    take_turns(runs.values(), steps)
     dist.destroy_process_group()
     plan = runs["titan-muon Muon"].optimizer._works[0].plan
     lines = [
@@ -76,7 +66,7 @@ def table(
     ]
     for label, run in sorted(runs.items(), key=lambda item: item[1].device_ms()):
         lines.append(f"{label:26}{run.device_ms():10.2f}{run.host_ms():9.2f}")
-    return "\n".join(lines + [f"not run: {text}" for text in failures])
+    return "\n".join(lines + failures)
 
 
 def dropping(collective: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,9 +13,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ WORKLOADS: dict[str, list[tuple[int, ...]]] = {
     "moe16b_ep8_x2": 2 * [(8, 1408, 2048), (8, 1408, 2048), (8, 2048, 1408)],
 }
 Factory = Callable[[list[Tensor]], torch.optim.Optimizer]
+Started = TypeVar("Started", bound="Run")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -60,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = options.workloads or (["llama8b_x4", "sq1024_x48"] if options.quick else WORKLOADS)
     print(heading(device))
     for name in names:
-        shapes = WORKLOADS[name]
-        if device.type == "cpu":
-            shapes = [(*s[:-2], s[-2] // 16, s[-1] // 16) for s in shapes]
+        shapes = sized(WORKLOADS[name], device)
         steps = 3 if options.quick else options.steps
         print(table(name, shapes, device, steps, found, getattr(torch, options.weights)))
 
@@ -126,19 +126,8 @@ def table(
     dtype: torch.dtype = torch.float32,
 ) -> str:
     """Run all competitors on one workload, in turns, and return the table."""
-    runs, failures = {}, []
-    for label, factory in factories.items():
-        try:
-            runs[label] = Run(factory, shapes, device, dtype)
-        except Exception as error:  # a peer may fail in any way; say so and go on
-            failures.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0]}")
-    turns = list(runs.values())
-    shuffle = random.Random(0).shuffle
-    for _ in range(steps):
-        # A GPU runs slower after a hot neighbour, so no two keep their places.
-        shuffle(turns)
-        for run in turns:
-            run.step()
+    runs, failures = started(factories, lambda f: Run(f, shapes, device, dtype))
+    take_turns(runs.values(), steps)
     own = runs["titan-muon Muon"].device_ms()
     weights = sum(torch.Size(s).numel() for s in shapes)
     lines = [f"\n{name}: {len(shapes)} tensors, {weights / 1e6:.0f} M weights"]
@@ -149,7 +138,41 @@ def table(
             f"{label:28}{run.device_ms():10.2f}{run.host_ms():9.2f}{run.first:9.1f}"
             f"{run.memory / 2**20:12.0f}{own / run.device_ms():17.2f}"
         )
-    return "\n".join(lines + [f"not run: {text}" for text in failures])
+    return "\n".join(lines + failures)
+
+
+def sized(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[tuple[int, ...]]:
+    """Return shapes as they are timed on a device."""
+    if device.type != "cpu":
+        return list(shapes)
+    return [(*s[:-2], s[-2] // 16, s[-1] // 16) for s in shapes]
+
+
+def started(
+    factories: Mapping[str, Factory], make: Callable[[Factory], Started]
+) -> tuple[dict[str, Started], list[str]]:
+    """Return the competitors that run, and a line on each that does not."""
+    runs, failures = {}, []
+    for label, factory in factories.items():
+        try:
+            runs[label] = make(factory)
+        except Exception as error:  # a peer may fail in any way; say so and go on
+            first_line = str(error).splitlines()[0]
+            failures.append(f"not run: {label}: {type(error).__name__}: {first_line}")
+    return runs, failures
+
+
+def take_turns(
+    runs: "Iterable[Run]", steps: int, before: Callable[[], object] = lambda: None
+) -> None:
+    """Let everyone take steps in turns, each after a call of ``before``."""
+    turns, shuffle = list(runs), random.Random(0).shuffle
+    for _ in range(steps):
+        # A GPU runs slower after a hot neighbour, so no two keep their places.
+        shuffle(turns)
+        for run in turns:
+            before()
+            run.step()
 
 
 class Run:
