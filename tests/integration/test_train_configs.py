@@ -51,6 +51,7 @@ def test_plan(name):
     assert sum(found.matrices for found in report.sets) == matrices
     assert min(found.balance for found in report.sets) >= balance
     assert not [text for text in report.warnings if text.startswith("pattern")]
+    assert not [text for text in report.notes if "torchtitan refuses" in text]
     if local is not None:
         whole = [p for p in report.parameters if p.matrices and not p.bytes_sent]
         assert sum(p.matrices for p in whole) == local
@@ -91,6 +92,22 @@ def test_lr_and_decay_are_those_of_torchtitan(name):
 def test_no_file_is_left_out():
     runs = {name for name in FILES if "debug" in name or name.startswith("llama3_1b")}
     assert set(FILES) - runs == set(PLANS)
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "reason"),
+    [
+        ("llama3_8b", "pipeline_parallel_degree", "do not support pipeline parallelism"),
+        ("deepseek_v3_debug_muon", "expert_parallel_degree", "AllToAllTokenDispatcher"),
+    ],
+)
+def test_plan_says_where_cuda_graphs_keep_gpus_from_training(name, degree, reason):
+    more = [f"--parallelism.{degree}", "2"]
+    with layouts.quiet():
+        _, notes = layouts.parse_config(arguments(name, *more))
+        assert [note for note in notes if reason in note and "disable_cuda_graphs" in note]
+        _, notes = layouts.parse_config(arguments(name, *more, "--training.disable_cuda_graphs"))
+    assert not [note for note in notes if "graphs" in note]
 
 
 def test_parallelism_that_dist_muon_refuses():
