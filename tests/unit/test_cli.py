@@ -123,6 +123,30 @@ def test_activation_checkpoint_mode(file):
     assert parse(text, "activation-checkpoint:none").activation_checkpoint is None
 
 
+@pytest.mark.parametrize(
+    ("args", "value"),
+    [
+        (["--optimizer.nesterov"], True),
+        (["--optimizer.no-nesterov"], False),
+        (["--optimizer.nesterov", "false"], False),
+        (["--optimizer.nesterov=True"], True),
+        (["--optimizer.nesterov", "none"], None),
+        (["--optimizer.nesterov", "activation-checkpoint:none"], True),
+    ],
+)
+def test_switches_of_the_optimizer_are_spelled_as_torchtitans(args, value):
+    chosen = [*DEBUG, "--optimizer.name", "Muon", "--optimizer.stochastic-rounding"]
+    config = parse(*chosen, *args)
+    assert config.optimizer.nesterov is value
+    assert config.optimizer.stochastic_rounding is True
+
+
+@pytest.mark.parametrize("wrong", [["nesterov", "maybe"], ["no-nesterov=true"], ["nesterov="]])
+def test_switch_with_another_value(wrong):
+    with pytest.raises(ConfigError, match=r"use --optimizer\.nesterov, --optimizer\.no-nesterov"):
+        parse(*DEBUG, f"--optimizer.{wrong[0]}", *wrong[1:])
+
+
 def test_older_flags_are_renamed():
     notes: list[str] = []
     args = ["--job.dump_folder", "here", "--training.batch-size=2", "--profiling.profile_freq=3"]

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan.config import ConfigManager
 
+from titan_muon.integration.switches import with_values
 from titan_muon.integration.toml import Selection, load_train_config
 from titan_muon.integration.toml_legacy import MOVED, gone_reason
 from titan_muon.integration.toml_place import ConfigError
@@ -96,7 +97,7 @@ class TrainConfigManager(ConfigManager):
         return config
 
     def _load_config(self, args: list[str]) -> tuple[object, list[str]]:
-        selection, rest = split_flags(args, self.notes)
+        selection, rest = split_flags(with_values(args), self.notes)
         if {"-h", "--help"} & set(args):
             print(USAGE, flush=True)
             if selection.file is None and not selection.model:
