@@ -20,7 +20,7 @@ CONFIG_FIELDS = {
     "name": "algorithm of the hidden matrices, in any letter case",
     "recipe": "options under these: a name in `configs/` (default: that of `name`), a path or none",
     "adamw": "table: `lr`, `weight_decay`, `betas`, `eps`, `state_dtype` of the other parameters",
-    "param_groups": "exceptions, first match wins: `pattern`, any options, `name` if not the run's",
+    "param_groups": "exceptions, first match wins: `pattern`, any options, `name` to move",
     "momentum_from": "`zeros` or `exp_avg`: start of momentum if a checkpoint has AdamW's state",
     "split_fused": "q, k, v of torchtitan's fused `wqkv`, gate and up of fused experts one by one",
     "qk_clip_threshold": "MuonClip: largest attention logit of a head that is left alone",

@@ -299,6 +299,19 @@ def test_first_rule_wins_and_carries_its_options():
     Muon(groups)
 
 
+def test_rule_without_algorithm_leaves_the_routing():
+    model = _transformer()
+    rules = [Rule("wq|norm", options={"weight_decay": 0.0, "ns_steps": 3})]
+    assert _routes(model, rules=rules) == _routes(model)
+    groups = param_groups(model, rules=rules)
+    decayed = {n: g.get("weight_decay") for g in groups for n in g["param_names"]}
+    assert {n for n, d in decayed.items() if d == 0.0} == {
+        n for n in decayed if "wq" in n or "norm" in n
+    }
+    assert {g["algorithm"] for g in groups if "ns_steps" in g} == {"muon"}
+    Muon(groups)
+
+
 def test_groups_are_complete_disjoint_and_named():
     model = _transformer()
     groups = param_groups(model, "normuon", rest="adam")

@@ -8,10 +8,13 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
+from torch import nn
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.hf_datasets.text_datasets import InterleavedHuggingFaceTextDataLoader
 
 from titan_muon.integration.config import OptimizerConfig
+from titan_muon.integration.optimizers_container import assign_all
+from titan_muon.integration.start_table import unused_options
 from titan_muon.integration.toml import Selection, load_train_config
 from titan_muon.integration.toml_check import field_types, lay_over
 from titan_muon.integration.toml_legacy import GONE, MOVED
@@ -506,15 +509,30 @@ split = { kind = "blocks", rows = 64 }
 
 
 @pytest.mark.parametrize("flag", [None, "normuon"])
-def test_groups_without_name_follow_the_run(tmp_path, flag):
-    text = table("[optimizer.param_groups]", "pattern = 'wo'", "lr = 0.5")
+def test_groups_without_name_leave_parameters_with_their_algorithm(tmp_path, flag):
+    text = table("[optimizer.param_groups]", "pattern = 'wo|norm|embed'", "lr = 0.5", "ns_steps=3")
     chosen = OptimizerRequest(name=flag) if flag else OptimizerRequest()
     file = tmp_path / "run.toml"
     file.write_text(MODEL + text)
     config, _ = load_train_config(Selection(file=str(file), optimizer=chosen))
-    ((_, algorithm, options),) = config.optimizer.group_specs()
-    assert algorithm == (flag or "muon")
-    assert options["lr"] == 0.5
+    model = nn.ModuleDict({"wo": nn.Linear(8, 8), "wk": nn.Linear(8, 8), "norm": nn.LayerNorm(8)})
+    model["tok_embeddings"] = nn.Embedding(8, 8)
+    found = {a.name: a for a in assign_all(config.optimizer, [model])}
+    assert found["wo.weight"].algorithm == found["wk.weight"].algorithm == (flag or "muon")
+    assert found["norm.weight"].algorithm == found["tok_embeddings.weight"].algorithm == "adamw"
+    lrs = {name: item.options["lr"] for name, item in found.items() if not name.endswith("bias")}
+    assert lrs == dict.fromkeys(lrs, 0.5) | {"wk.weight": config.optimizer.lr}
+    assert found["wo.weight"].options["ns_steps"] == 3
+    assert "ns_steps" not in found["norm.weight"].options
+    assert unused_options(config.optimizer, [found["norm.weight"]]) == [
+        "ns_steps of pattern 'wo|norm|embed'"
+    ]
+
+
+def test_foreign_spelling_in_a_group_says_ours(tmp_path):
+    text = table("[optimizer.param_groups]", "pattern = 'norm'", "algorithm = 'adamw'")
+    with pytest.raises(ConfigError, match=r"algorithm is not an option; write name\."):
+        load(tmp_path, text)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan_muon.cli.report import SetReport
-from titan_muon.integration.start_table import elementwise_matrices
+from titan_muon.integration.start_table import elementwise_matrices, unused_options
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.options import MATRIX_OPTIONS
 from titan_muon.optim.param_groups import HIDDEN, Assignment
@@ -41,9 +41,9 @@ def find_notes(config: Any, assignments: Sequence[Assignment]) -> list[str]:
         config: The optimizer config.
         assignments: The decisions on all parameters of the model.
     """
-    routed = [a for a in assignments if a.pattern is None]
+    routed = [a for a in assignments if not a.is_exception]
     notes = elementwise_matrices(routed)
-    ignored = config.ignored_options()
+    ignored = unused_options(config, assignments)
     return [*notes, *([f"not used by any group: {', '.join(ignored)}"] if ignored else [])]
 
 
@@ -64,7 +64,7 @@ def _stray_matrices(config: Any, assignments: Sequence[Assignment]) -> list[str]
         algorithm = get_algorithm(item.algorithm)
         if algorithm.is_matrix or item.param.ndim < 2:
             continue
-        if item.pattern is not None or item.reason == HIDDEN:
+        if item.is_exception or item.reason == HIDDEN:
             counts[algorithm.title, item.reason] += 1
             elements[algorithm.title, item.reason] += item.param.numel()
     warnings = [

@@ -18,7 +18,10 @@ from titan_muon.optim.crossing import MOMENTUM_SOURCES, MomentumSource
 from titan_muon.optim.options import QUANTIZED
 from titan_muon.orthogonalization import resolve_schedule
 
-__all__ = ["AdamWConfig", "OptimizerConfig", "import_algorithms"]
+__all__ = ["AS_ROUTED", "AdamWConfig", "OptimizerConfig", "import_algorithms"]
+
+# The name of an entry of param_groups that leaves every parameter where it is routed to.
+AS_ROUTED = ""
 
 # What the unrouted parameters take from the main options where [optimizer.adamw] is silent.
 INHERITED = (
@@ -191,14 +194,18 @@ class OptimizerConfig(OptimizersContainer.Config):
         values = {**self._kernels(algorithm), **inherited, **_set_values(self.adamw)}
         return algorithm.name, _known_to(algorithm, values)
 
-    def group_specs(self) -> list[tuple[str, str, dict[str, Any]]]:
+    def group_specs(self) -> list[tuple[str, str | None, dict[str, Any]]]:
         """Return pattern, algorithm and options of each entry of ``param_groups``, in order.
 
         A group starts from the options that its algorithm has anyway: those of the matrices for
-        their algorithm and others of its family, those of the rest otherwise.
+        their algorithm and others of its family, those of the rest otherwise. Without an algorithm
+        there are only the options that differ from these.
         """
-        specs = []
+        specs: list[tuple[str, str | None, dict[str, Any]]] = []
         for group in self.param_groups:
+            if group.optimizer_name == AS_ROUTED:
+                specs.append((group.pattern, None, dict(group.optimizer_kwargs)))
+                continue
             algorithm = get_algorithm(group.optimizer_name)
             if algorithm.is_matrix or algorithm.name == get_algorithm(self.name).name:
                 base = self.given()
@@ -217,7 +224,7 @@ class OptimizerConfig(OptimizersContainer.Config):
         """Return the set main options that no group of this config uses, sorted."""
         used = set(get_algorithm(self.name).options)
         for group in self.param_groups:
-            used |= set(get_algorithm(group.optimizer_name).options)
+            used |= set(get_algorithm(group.optimizer_name or self.name).options)
         return sorted(set(self.given()) - used)
 
     def check(self, where: str = "optimizer") -> None:
@@ -274,7 +281,8 @@ class OptimizerConfig(OptimizersContainer.Config):
             raise ValueError(
                 f"{where}: pattern = {group.pattern!r} is not a regular expression: {error}."
             ) from None
-        algorithm = _algorithm(group.optimizer_name, where=_inside(where, "name"))
+        name = group.optimizer_name or self.name
+        algorithm = _algorithm(name, where=_inside(where, "name"))
         check_options(algorithm.name, group.optimizer_kwargs, where=where)
         nonfinite = group.optimizer_kwargs.get("nonfinite")
         if nonfinite not in (None, self.nonfinite or "propagate"):

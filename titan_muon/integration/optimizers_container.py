@@ -14,7 +14,7 @@ from titan_muon.distributed.groups import create_groups
 from titan_muon.integration.config import OptimizerConfig
 from titan_muon.integration.fused_weights import fused_splits
 from titan_muon.integration.metrics import OptimizerMetrics
-from titan_muon.integration.start_table import start_table
+from titan_muon.integration.start_table import start_table, unused_options
 from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.options import from_saved
@@ -67,7 +67,7 @@ class MuonOptimizersContainer(OptimizersContainer):
         params = [item.param for item in assignments]
         self._validate_params(params)
         self._post_init(params)
-        ignored = config.ignored_options()
+        ignored = unused_options(config, assignments)
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.info("Optimizer groups\n" + start_table(optimizer, assignments, ignored))
 

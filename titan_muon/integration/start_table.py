@@ -3,13 +3,17 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from titan_muon.integration.text_table import table
 from titan_muon.optim import Muon
 from titan_muon.optim.algorithms import get_algorithm
 from titan_muon.optim.param_groups import HIDDEN, Assignment
 
-__all__ = ["elementwise_matrices", "start_table"]
+if TYPE_CHECKING:
+    from titan_muon.integration.config import OptimizerConfig
+
+__all__ = ["elementwise_matrices", "start_table", "unused_options"]
 
 _HEADINGS = ("algorithm", "tensors", "parameters", "lr", "weight decay", "options", "first")
 
@@ -39,6 +43,17 @@ def start_table(optimizer: Muon, assignments: Sequence[Assignment], ignored: Seq
     if ignored:
         lines.append(f"not used by any group: {', '.join(ignored)}")
     return "\n".join(lines)
+
+
+def unused_options(config: "OptimizerConfig", assignments: Sequence[Assignment]) -> list[str]:
+    """Return the options of a config that none of these parameters' algorithms has."""
+    unused = config.ignored_options()
+    for pattern, algorithm, options in config.group_specs():
+        found = {item.algorithm for item in assignments if item.pattern == pattern}
+        if algorithm is None and found:
+            known = {key for name in found for key in get_algorithm(name).options}
+            unused += [f"{key} of pattern {pattern!r}" for key in options if key not in known]
+    return unused
 
 
 def elementwise_matrices(assignments: Sequence[Assignment]) -> list[str]:

@@ -124,7 +124,7 @@ def _lay_over(config: "OptimizerConfig", table: Mapping[str, Any], place: Place)
             raise _unknown_option(config.name, key, value, known, place)
     if "param_groups" in table:
         groups = table.pop("param_groups")
-        config.param_groups = _param_groups(groups, place, default=config.name)
+        config.param_groups = _param_groups(groups, place)
     lay_over(config, table, place)
     try:
         config.check(where=place.at())
@@ -152,8 +152,10 @@ def _unknown_option(name: str, key: str, value: Any, known: set[str], place: Pla
     )
 
 
-def _param_groups(groups: Any, place: Place, *, default: str) -> list[Any]:
+def _param_groups(groups: Any, place: Place) -> list[Any]:
     from torchtitan.components.optimizer import ParamGroupConfig
+
+    from titan_muon.integration.config import AS_ROUTED
 
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise place.refused(
@@ -166,7 +168,10 @@ def _param_groups(groups: Any, place: Place, *, default: str) -> list[Any]:
         if "pattern" not in options:
             raise ConfigError(f"{inner.at()} has no pattern; it says which parameters are meant.")
         pattern = convert(options.pop("pattern"), str, inner, "pattern")
-        name = _known_name(options.pop("name", default), inner)
+        name = _known_name(options.pop("name"), inner) if "name" in options else AS_ROUTED
+        for key in options:
+            if key in _FOREIGN and key not in all_option_names():
+                raise ConfigError(f"{inner.at(key)} is not an option; write {_FOREIGN[key]}.")
         result.append(
             ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=options)
         )

@@ -32,12 +32,13 @@ class Rule:
 
     Args:
         pattern: Regular expression, searched in the canonical name.
-        algorithm: Name of the algorithm of the parameters that match.
-        options: Options of their group.
+        algorithm: Name of the algorithm of the parameters that match; None leaves each with the
+            one it is routed to.
+        options: Options of their group; with None, an algorithm takes those that it has.
     """
 
     pattern: str
-    algorithm: str
+    algorithm: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -51,7 +52,7 @@ class Assignment:
         algorithm: Canonical algorithm name.
         options: Options of its group.
         reason: Why, in a few words; for the start-up table.
-        pattern: The rule's pattern, None for the default routing.
+        pattern: Of the rule that applies, None without one.
     """
 
     name: str
@@ -60,6 +61,11 @@ class Assignment:
     options: Mapping[str, Any]
     reason: str
     pattern: str | None = None
+
+    @property
+    def is_exception(self) -> bool:
+        """Whether a rule chose the algorithm."""
+        return self.pattern is not None and self.reason == _by_rule(self.pattern)
 
 
 def canonical_name(name: str) -> str:
@@ -103,12 +109,11 @@ def assign(
         reason, extra = default_route(param, owners)
         names = [full for _, full in owners]
         rule = next((r for r, p in compiled if any(p.search(n) for n in names)), None)
-        if rule is not None:
-            algorithm, options, why = rule.algorithm, rule.options, f"pattern {rule.pattern!r}"
-        elif reason is None:
-            (algorithm, options), why = matrices, HIDDEN
-        else:
-            (algorithm, options), why = rest, reason
+        (algorithm, options), why = (matrices, HIDDEN) if reason is None else (rest, reason)
+        if rule is not None and rule.algorithm is not None:
+            algorithm, options, why = rule.algorithm, rule.options, _by_rule(rule.pattern)
+        elif rule is not None:
+            options = {**options, **_known(rule.options, algorithm)}
         if get_algorithm(algorithm).is_matrix:
             for split in (splits[n] for n in names if splits and n in splits):
                 extra = {**extra, "split": split}
@@ -201,6 +206,14 @@ def _checked(rules: Any) -> Sequence[Rule]:
                     "decide it"
                 )
     return rules
+
+
+def _by_rule(pattern: str) -> str:
+    return f"pattern {pattern!r}"
+
+
+def _known(options: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
+    return {k: v for k, v in options.items() if k in get_algorithm(algorithm).options}
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
