@@ -18,7 +18,8 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 # Fields of the typed config that are no options of an algorithm, with the README's words.
 CONFIG_FIELDS = {
     "name": "algorithm of the hidden matrices, in any letter case",
-    "recipe": "options under these: a name in `configs/` (default: that of `name`), a path or none",
+    "recipe": "options under these: a name in `configs/`, a path or none; default: that of `name`, "
+    "for your own algorithm that of Muon or AdamW",
     "adamw": "table: `lr`, `weight_decay`, `betas`, `eps`, `state_dtype` of the other parameters",
     "param_groups": "exceptions, first match wins: `pattern`, any options, `name` to move",
     "momentum_from": "`zeros` or `exp_avg`: start of momentum if a checkpoint has AdamW's state",

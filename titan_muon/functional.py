@@ -23,7 +23,7 @@ def orthogonalize(
     x: Tensor,
     *,
     ns_method: str | Sequence[Sequence[float]] = ...,
-    ns_steps: int = ...,
+    ns_steps: int | None = ...,
     ns_dtype: str = ...,
 ) -> Tensor: ...
 
@@ -33,7 +33,7 @@ def orthogonalize(
     x: Sequence[Tensor],
     *,
     ns_method: str | Sequence[Sequence[float]] = ...,
-    ns_steps: int = ...,
+    ns_steps: int | None = ...,
     ns_dtype: str = ...,
 ) -> list[Tensor]: ...
 
@@ -43,7 +43,7 @@ def orthogonalize(
     x: Tensor | Sequence[Tensor],
     *,
     ns_method: str | Sequence[Sequence[float]] = "polar_express",
-    ns_steps: int = 5,
+    ns_steps: int | None = None,
     ns_dtype: str = "auto",
 ) -> Tensor | list[Tensor]:
     """Replace each matrix by its approximate polar factor, the nearest semi-orthogonal matrix.
@@ -54,7 +54,8 @@ def orthogonalize(
         x: (..., M, N), a list of such tensors, or a DTensor with any Shard or Replicate placements.
             Leading dims are a batch of independent matrices. Not modified.
         ns_method: Name of a schedule or a list of (a, b, c) triples.
-        ns_steps: Number of iterations, in the schedule's range.
+        ns_steps: Number of iterations, in the schedule's range; None means 5, or as many as there
+            are triples.
         ns_dtype: ``auto`` (float16 on CUDA, float32 on CPU), float16, bfloat16, float32 or float64.
 
     Returns:

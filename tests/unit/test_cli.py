@@ -237,7 +237,7 @@ def test_help_shows_the_options_of_the_model():
     ):
         assert flag in text
     # Tables have no flags.
-    for hidden in ("--optimizer.options", "--optimizer.split ", "param-groups"):
+    for hidden in ("--optimizer.options ", "--optimizer.split ", "param-groups"):
         assert hidden not in text
 
 

@@ -17,6 +17,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from titan_muon.integration import config_registry
 from titan_muon.integration.config import AdamWConfig, OptimizerConfig
+from titan_muon.integration.manager import TrainConfigManager
 from titan_muon.integration.optimizers_container import MuonOptimizersContainer
 from titan_muon.integration.toml import Selection, load_train_config
 from titan_muon.integration.toml_optimizer import optimizer_config
@@ -198,7 +199,25 @@ def test_a_registered_algorithm(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "third_party", raising=False)
     options = {"imports": ["third_party"], "lr": 0.1, "options": {"rank": 3}}
     config = optimizer_config("RANKED", **options)
-    assert config.matrix_spec() == ("ranked", {"lr": 0.1, "rank": 3})
+    recipe = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    assert config.matrix_spec() == ("ranked", {"lr": 0.1, "rank": 3, **recipe})
+    bare = optimizer_config("ranked", "none", **options)
+    assert bare.matrix_spec() == ("ranked", {"lr": 0.1, "rank": 3})
+    flag = [
+        "--optimizer.imports",
+        "third_party",
+        "--optimizer.name",
+        "Ranked",
+        "--training.steps=3",
+    ]
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
+    manager = TrainConfigManager(cuda_graphs=False)
+    swept = manager.parse_args([str(file), *flag, "--optimizer.options.rank", "7"])
+    assert swept.optimizer.matrix_spec()[1]["rank"] == 7
+    assert swept.training.steps == 3
+    with pytest.raises(ConfigError, match=r"command line: \[optimizer\].*rank = 0"):
+        manager.parse_args([str(file), *flag, "--optimizer.options.rank=0"])
     assert config.rest_spec()[0] == "adamw"
     assert "ranked" in algorithm_names()
     assert "rank" in all_option_names()

@@ -219,6 +219,8 @@ def test_arguments_are_not_modified():
 def test_triples_decide_on_the_number_of_steps():
     assert _build("muon", ns_method=[[2.0, -1.5, 0.5]] * 3)["ns_steps"] == 3
     assert _build("muon", ns_steps=None)["ns_steps"] == 5
+    with pytest.raises(ValueError, match=r"ns_steps = 5, but ns_method has 3 triples"):
+        _build("muon", ns_method=[[2.0, -1.5, 0.5]] * 3, ns_steps=5)
     with pytest.raises(ValueError, match=r"ns_steps must be in 1\.\.10 for ns_method 'newton_schu"):
         _build("muon", ns_method="newton_schulz", ns_steps=11)
     assert _build("muon", ns_method="newton_schulz", ns_steps=10)["ns_steps"] == 10

@@ -216,6 +216,7 @@ def test_polar_factor_is_semi_orthogonal():
         ([[1, 2, "3"]], 5, ValueError, r"ns_method\[0\]"),
         ([[1, 2, True]], 5, ValueError, r"ns_method\[0\]"),
         (["abc"], 5, ValueError, r"ns_method\[0\]"),
+        ([[2.0, -1.5, 0.5]] * 3, 5, ValueError, r"ns_steps = 5, but ns_method has 3 triples"),
     ],
 )
 def test_bad_schedules(method, steps, kind, message):
@@ -224,7 +225,7 @@ def test_bad_schedules(method, steps, kind, message):
 
 
 def test_own_triples():
-    schedule = resolve_schedule([[1.5, -0.5, 0], [2, -1, 0.25]], 5)
+    schedule = resolve_schedule([[1.5, -0.5, 0], [2, -1, 0.25]], 2)
     assert schedule.triples == ((1.5, -0.5, 0.0), (2.0, -1.0, 0.25))
     assert hash(schedule) == hash(resolve_schedule([(1.5, -0.5, 0), (2, -1, 0.25)]))
     x = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(8))

@@ -6,6 +6,7 @@ from torchtitan.config import ConfigManager
 
 from titan_muon.integration.switches import with_values
 from titan_muon.integration.toml import Selection, load_train_config
+from titan_muon.integration.toml_file import toml_literal
 from titan_muon.integration.toml_legacy import MOVED, gone_reason
 from titan_muon.integration.toml_place import ConfigError
 from titan_muon.optim.algorithms import get_algorithm
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["USAGE", "TrainConfigManager"]
 
 USAGE = """\
-torchrun --nproc_per_node=N -m titan_muon.train --job.config_file FILE [--section.key value ...]
+torchrun --nproc_per_node=N -m titan_muon.train [--job.config_file] FILE [--section.key value ...]
 torchrun --nproc_per_node=N -m titan_muon.train --module MODEL --config FUNCTION [...]
 
 Chosen before the fields below, each winning over the file:
@@ -28,6 +29,7 @@ Chosen before the fields below, each winning over the file:
   --config, --model.config NAME  function of its config registry
   --model.flavor SIZE            the same by size, such as 8B
   --optimizer.name NAME          Muon, NorMuon, AdamW, Adam or a registered algorithm
+  --optimizer.options.KEY VALUE  an option that only a registered algorithm has
   --optimizer.recipe RECIPE      recipe under the optimizer's options: a name, a path or none
   --activation_checkpoint.mode KIND   selective, full, memory-budget or none
 
@@ -45,6 +47,7 @@ _MODEL_FLAGS = {
 
 # The recipe depends on these, so they are read before the parser sets the fields they name.
 _ALSO_FIELDS = {"optimizer.name", "optimizer.imports"}
+_OWN_OPTION = "optimizer.options."
 _CHOOSING = {
     *_MODEL_FLAGS,
     *_ALSO_FIELDS,
@@ -97,6 +100,8 @@ class TrainConfigManager(ConfigManager):
         return config
 
     def _load_config(self, args: list[str]) -> tuple[object, list[str]]:
+        if args and args[0].endswith(".toml") and not args[0].startswith("-"):
+            args = ["--job.config_file", *args]
         selection, rest = split_flags(with_values(args), self.notes)
         if {"-h", "--help"} & set(args):
             print(USAGE, flush=True)
@@ -140,7 +145,7 @@ def split_flags(args: list[str], notes: list[str]) -> tuple[Selection, list[str]
     for token in tokens:
         name, has_value, value = token.partition("=")
         flag = name[2:].replace("-", "_") if name.startswith("--") else ""
-        if flag not in _CHOOSING:
+        if flag not in _CHOOSING and not flag.startswith(_OWN_OPTION):
             rest.append(_today(token, name, flag, notes))
             continue
         if not has_value:
@@ -157,6 +162,10 @@ def _choose(selection: Selection, flag: str, value: str) -> None:
         key = _MODEL_FLAGS[flag]
         twice = key in selection.model or {key, *selection.model} >= {"flavor", "config"}
         selection.model[key] = value
+    elif flag.startswith(_OWN_OPTION):
+        key = flag.removeprefix(_OWN_OPTION)
+        twice = key in selection.optimizer.options
+        selection.optimizer.options[key] = toml_literal(value)
     elif flag.startswith("optimizer."):
         key = flag.removeprefix("optimizer.")
         twice = bool(getattr(selection.optimizer, key))

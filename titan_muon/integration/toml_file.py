@@ -6,7 +6,7 @@ from typing import Any
 from titan_muon.integration.toml_place import ConfigError
 from titan_muon.optim.options import nearest
 
-__all__ = ["read_toml"]
+__all__ = ["read_toml", "toml_literal"]
 
 
 def read_toml(file: str | Path) -> dict[str, Any]:
@@ -21,6 +21,16 @@ def read_toml(file: str | Path) -> dict[str, Any]:
         return tomli.loads(_read_text(file))
     except tomli.TOMLDecodeError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}.") from None
+
+
+def toml_literal(text: str) -> Any:
+    """Return a value as TOML reads it; what it cannot read is a string."""
+    import tomli
+
+    try:
+        return tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
+        return text
 
 
 def _read_text(file: str | Path) -> str:

@@ -38,10 +38,11 @@ class OptimizerRequest:
     name: str | None = None
     recipe: str | None = None
     imports: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def chooses(self) -> bool:
         """Return whether an optimizer of this package is asked for."""
-        return self.name is not None or self.recipe is not None
+        return self.name is not None or self.recipe is not None or bool(self.options)
 
 
 def recipe_names() -> list[str]:
@@ -108,6 +109,7 @@ def build_optimizer(
         recipe_place, recipe_table = found
         _lay_over(config, recipe_table, recipe_place)
     _lay_over(config, table, place)
+    config.options = {**config.options, **request.options}
     config.imports = [*config.imports, *(m for m in request.imports if m not in config.imports)]
     return config
 
@@ -214,7 +216,7 @@ def _find_recipe(
 
     Args:
         recipe: As the user wrote it, at ``place``.
-        name: Algorithm, whose own recipe is the default.
+        name: Algorithm, whose own recipe is the default, or that of Muon or AdamW.
         place: Where errors say it was written.
         folder: Of the train config; a path is looked for there first.
     """
@@ -222,8 +224,11 @@ def _find_recipe(
         return None
     if recipe is None:
         path = _recipe_folder() / f"{name.lower()}.toml"
-        # A registered algorithm need not have a recipe.
-        return _read_recipe(path, place) if path.is_file() else None
+        if not path.is_file():
+            # A registered algorithm starts where those of its family do.
+            family = "muon" if get_algorithm(name).is_matrix else "adamw"
+            path = path.with_name(f"{family}.toml")
+        return _read_recipe(path, place)
     if "/" in recipe or recipe.endswith(".toml"):
         beside = folder / recipe
         path = beside if beside.is_file() else Path(recipe)

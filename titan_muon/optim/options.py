@@ -223,7 +223,10 @@ MATRIX_OPTIONS: dict[str, Option] = {
         "polynomial schedule of the orthogonalization",
     ),
     "ns_steps": Option(
-        5, "an integer in the schedule's range", _optional_positive_int, "number of iterations"
+        None,
+        "an integer in the schedule's range",
+        _optional_positive_int,
+        "number of iterations; 5 of a named schedule, else one a triple",
     ),
     "ns_dtype": Option(
         "auto",

@@ -103,26 +103,28 @@ def schedule_names() -> tuple[str, ...]:
     return tuple(SCHEDULES)
 
 
-def resolve_schedule(
-    method: str | Sequence[Sequence[float]], steps: int | None = DEFAULT_STEPS
-) -> Schedule:
+def resolve_schedule(method: str | Sequence[Sequence[float]], steps: int | None = None) -> Schedule:
     """Turn a schedule's name, or a user's own triples, into the steps to run.
 
     Args:
         method: A name from :func:`schedule_names`, or a list of (a, b, c), one per step.
-        steps: Number of steps of a named schedule; None means 5. A list of triples has as many
-            steps as triples, whatever this says.
+        steps: Number of steps; None means 5 of a named schedule, and all triples of a list.
 
     Returns:
         The schedule. Hashable.
 
     Raises:
-        ValueError: An unknown name, a step count outside the schedule's range, or a list that is
-            not made of finite triples.
+        ValueError: An unknown name, a step count outside the schedule's range or other than the
+            number of triples, or a list that is not made of finite triples.
         TypeError: ``method`` or ``steps`` is of another type.
     """
     if not isinstance(method, str):
         triples = _custom_triples(method)
+        if steps not in (None, len(triples)):
+            raise ValueError(
+                f"ns_steps = {steps!r}, but ns_method has {len(triples)} triples, one a step; "
+                "leave ns_steps out, or list as many triples."
+            )
         return Schedule("custom", triples, 1.0, _restarts(len(triples)))
     if method not in SCHEDULES:
         raise ValueError(
