@@ -27,7 +27,7 @@ class OwnIndex:
 
     def __init__(self, plan: Plan, tables: RankTables, device: torch.device) -> None:
         self.params = _index([plan.units[unit].param for unit in tables.own_units]).to(device)
-        elements = torch.zeros(len(self.params), device=device)
+        elements = torch.zeros(len(self.params), dtype=torch.float32, device=device)
         for part in tables.own:
             for table in part.values():
                 # Every own piece is in one table.

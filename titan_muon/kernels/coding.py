@@ -91,5 +91,5 @@ def _search(middles: Tensor, bits: int) -> Search:
     # Of buckets of both signs; no middle is larger than the last one.
     smallest, greatest = torch.cat([low, -high]), torch.cat([high, -low])
     first, last = (torch.bucketize(x, middles, right=True) for x in (smallest, greatest))
-    ended = torch.cat([middles, torch.full((1,), float("nan"))])
+    ended = torch.cat([middles, middles.new_full((1,), float("nan"))])
     return Search(first.to(torch.uint8), ended, shift, lowest, int((last - first).max()))

@@ -90,10 +90,14 @@ class PieceTable:
             tensors: Indices of tensors, in the order of their new numbers.
         """
         if tensors not in self._parts:
-            number = {tensor: place for place, tensor in enumerate(tensors)}
-            rows = [r._replace(tensor=number[r.tensor]) for r in self.rows if r.tensor in number]
-            self._parts[tensors] = PieceTable(rows, self.pieces)
+            self._parts[tensors] = self.only(tensors)
         return self._parts[tensors]
+
+    def only(self, tensors: tuple[int, ...]) -> "PieceTable":
+        """Return what :meth:`part` returns, for a choice of tensors that may not come again."""
+        number = {tensor: place for place, tensor in enumerate(tensors)}
+        rows = [r._replace(tensor=number[r.tensor]) for r in self.rows if r.tensor in number]
+        return PieceTable(rows, self.pieces)
 
     @cached_property
     def tensors(self) -> tuple[int, ...]:
@@ -115,7 +119,7 @@ class DeviceTable:
         classes, bounds = _tiles(segments, table.pieces)
         self.slots = int(bounds[-1])
         self.bounds = bounds.to(device)
-        counts = torch.zeros(table.pieces)
+        counts = torch.zeros(table.pieces, dtype=torch.float32)
         counts.index_add_(0, segments[:, 7], (segments[:, 1] * segments[:, 2]).float())
         self.elements = counts.to(device)
         self.classes = [TileClass(c.columns, c.aligned, c.tiles.to(device)) for c in classes]

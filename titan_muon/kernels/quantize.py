@@ -91,7 +91,7 @@ def _codes(blocks: Tensor, scales: Tensor, coding: Coding) -> Tensor:
     """Return (blocks, bytes of a block); divides the scales by the largest code, if it is not 1."""
     if coding.middles is None:
         # A tensor: by a number, a GPU would multiply with its rounded reciprocal.
-        scales.div_(torch.full((), FLOAT8_MAX, device=scales.device))
+        scales.div_(scales.new_full((), FLOAT8_MAX))
         return blocks.div(scales.view(-1, 1)).to(_FLOAT8).view(torch.uint8)
     quotients = blocks / scales.view(-1, 1)
     # The nearest entry of the map: one search, where torchao's own way takes thirty passes.

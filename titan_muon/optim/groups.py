@@ -11,7 +11,7 @@ from titan_muon.optim.options import check_values
 from titan_muon.optim.state_tensors import check_state_fits
 from titan_muon.orthogonalization import DTYPES, resolve_schedule
 
-__all__ = ["ParamGroup", "complete_group", "group_names", "is_saved", "matrix_rules"]
+__all__ = ["ParamGroup", "complete_group", "full_names", "group_names", "is_saved", "matrix_rules"]
 
 # Keys that torch, schedulers and torchtitan put into groups; no options of ours.
 _FOREIGN = ("params", "param_names", "algorithm", "initial_lr")
@@ -73,6 +73,10 @@ def complete_group(
     check_values(chosen.options, complete, where=where)
     if complete.get("fused") and complete.get("foreach"):
         raise ValueError(f"{where}: fused and foreach exclude each other; set one of them to true.")
+    if complete.get("foreach") and isinstance(complete["lr"], Tensor):
+        raise ValueError(
+            f"{where}: foreach = True does not take a tensor lr; use fused = True or a number."
+        )
     if "betas" in complete:
         complete["betas"] = tuple(float(beta) for beta in complete["betas"])
     if chosen.is_matrix:
@@ -89,6 +93,15 @@ def group_names(group: Mapping[str, Any], params: Sequence[Tensor]) -> list[str]
     names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
     by_id = {id(p): n for p, n in zip(group["params"], names, strict=True)}
     return [by_id[id(p)] for p in params]
+
+
+def full_names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return names of all parameters by group, told apart where a group has none."""
+    return [
+        names if group.get("param_names") else [f"param group {number}: {n}" for n in names]
+        for number, group in enumerate(groups)
+        for names in [group_names(group, group["params"])]
+    ]
 
 
 def matrix_rules(group: Mapping[str, Any], where: str) -> list[MatrixRule | None]:

@@ -106,7 +106,7 @@ class _Target:
             copy_state(self.live, shard)
             return
         if self._values is None:
-            self._values = torch.zeros(self.live.shape)
+            self._values = torch.zeros(self.live.shape, dtype=torch.float32)
         part, place = dequantized(shard), self._values
         for dim, length in enumerate(item.lengths):
             part = part.narrow(dim, item.storage_offsets[dim], length)
@@ -158,4 +158,4 @@ class _Receiver(Tensor):
 
 
 def _receiver(size: torch.Size) -> Tensor:
-    return torch.empty(()).expand(size).as_subclass(_Receiver)
+    return torch.empty((), dtype=torch.float32).expand(size).as_subclass(_Receiver)

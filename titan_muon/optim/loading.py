@@ -161,7 +161,11 @@ def _counted(live: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, 
     if MOMENTUM not in live:
         return saved
     others = {key: value for key, value in saved.items() if key != STEP}
-    return {**others, STEP: saved.get(STEP, torch.zeros(()))} if STEP in live else others
+    return (
+        {**others, STEP: saved.get(STEP, torch.zeros((), dtype=torch.float32))}
+        if STEP in live
+        else others
+    )
 
 
 def _in_our_words(saved: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from titan_muon.distributed.tensors import compute_device, mesh_of
 from titan_muon.distributed.wire import Back, columns, read_headers, write_headers
 from titan_muon.optim.algorithms.base import get_algorithm
 from titan_muon.optim.batches import Batch, assemble, cut, pack_back, write_own
-from titan_muon.optim.groups import group_names
+from titan_muon.optim.groups import full_names
 from titan_muon.optim.kinds import Kind, number_kinds
 from titan_muon.optim.loans import Transfers
 from titan_muon.optim.matrix_math import batch_update
@@ -50,10 +50,9 @@ def matrix_works(
     Collective: all ranks of each set, where it is more than one.
     """
     by_ranks: dict[tuple[Any, ...], list[Member]] = {}
-    for group in groups:
+    for group, names in zip(groups, full_names(groups), strict=True):
         if not get_algorithm(group["algorithm"]).is_matrix:
             continue
-        names = group_names(group, group["params"])
         for param, name in zip(group["params"], names, strict=True):
             member = Member(param, name, group, rules[id(param)], state[param])
             device = compute_device(param)

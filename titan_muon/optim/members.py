@@ -152,7 +152,7 @@ class Gradients:
     def flags(self, device: torch.device) -> Tensor:
         """Return (parameters,) float32, 1 where this rank has the gradient."""
         present = [float(i not in self._missing) for i in range(len(self.grads))]
-        return torch.tensor(present).to(device)
+        return torch.tensor(present, dtype=torch.float32).to(device)
 
     def commit(self, table: PieceTable, keep: Tensor, ops: PieceOperations) -> None:
         """Take over the advanced momentum of missing gradients where some rank had one.
@@ -165,7 +165,7 @@ class Gradients:
         missing = tuple(i for i in table.tensors if i in self._missing)
         if missing:
             moved, live = ([ts[i] for i in missing] for ts in (self.momenta, self._live))
-            ops.merge(moved, live, table.part(missing), keep)
+            ops.merge(moved, live, table.only(missing), keep)
 
 
 def _zeros(momentum: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from titan_muon.distributed.tensors import local_gradient, local_of
 from titan_muon.optim.algorithms import check_options, get_algorithm
 from titan_muon.optim.algorithms.base import ElementwiseAlgorithm
 from titan_muon.optim.elements import in_chunks
-from titan_muon.optim.groups import complete_group, group_names, matrix_rules
+from titan_muon.optim.groups import complete_group, full_names, matrix_rules
 from titan_muon.optim.loading import apply_load, prepare_load
 from titan_muon.optim.nonfinite import Guard, check_alike
 from titan_muon.optim.observer import Observer
@@ -126,20 +126,19 @@ class Muon(Optimizer):
         return loss
 
     def _step_elements(self, take: Tensor | None) -> None:
-        for group in self.param_groups:
+        for group, names in zip(self.param_groups, full_names(self.param_groups), strict=True):
             algorithm = get_algorithm(group["algorithm"])
             if not isinstance(algorithm, ElementwiseAlgorithm):
                 continue
-            params, grads = [], []
-            names = group_names(group, group["params"])
+            params, grads, roundings = [], [], []
             for param, name in zip(group["params"], names, strict=True):
                 grad = local_gradient(param, name)
                 if grad is not None:
                     params.append(param)
                     grads.append(grad)
+                    roundings.append(self._rounding(param, name, group))
             if params:
                 step = algorithm.step if take is None else partial(algorithm.step_if, take)
-                roundings = [self._rounding(p, group) for p in params]
                 step = in_chunks(step, roundings, conditional=take is not None)
                 step = self.observer.elements(step, params)
                 step(
@@ -149,11 +148,10 @@ class Muon(Optimizer):
                     group,
                 )
 
-    def _rounding(self, param: Tensor, group: dict[str, Any]) -> Rounding | None:
+    def _rounding(self, param: Tensor, name: str, group: dict[str, Any]) -> Rounding | None:
         if not is_rounded(param, group):
             return None
         if id(param) not in self._roundings:
-            (name,) = group_names(group, [param])
             self._roundings[id(param)] = Rounding(param, name, group["rounding_seed"])
         return self._roundings[id(param)]
 

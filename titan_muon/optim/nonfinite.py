@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_muon.distributed.groups import group_of
 from titan_muon.distributed.layout import is_dtensor, layout_of
 from titan_muon.distributed.tensors import compute_device, local_gradient, mesh_of
-from titan_muon.optim.groups import group_names
+from titan_muon.optim.groups import full_names
 
 __all__ = ["Guard", "check_alike"]
 
@@ -82,7 +82,10 @@ class Guard:
         mode = next((m for g in groups if (m := g.get("nonfinite")) != "propagate" and m), None)
         if mode is None:
             return None
-        params, names = _all_params(groups)
+        params = [param for group in groups for param in group["params"]]
+        names = [name for names in full_names(groups) for name in names]
+        if not params and not self._chosen:
+            return None
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if mode == "error" and capturing:
             raise RuntimeError(
@@ -129,17 +132,6 @@ class Guard:
         whole = [m for m in meshes if m.size() == len(together)]
         self._default = [group_of(together, whole) if len(together) > 1 else None]
         return self._default
-
-
-def _all_params(groups: Sequence[dict[str, Any]]) -> tuple[list[Tensor], list[str]]:
-    params: list[Tensor] = []
-    names: list[str] = []
-    for number, group in enumerate(groups):
-        own = group_names(group, group["params"])
-        # Without names, a position in its group.
-        names += own if group.get("param_names") else [f"param group {number}: {n}" for n in own]
-        params += group["params"]
-    return params, names
 
 
 def _largest(params: Sequence[Tensor], names: Sequence[str]) -> list[tuple[Tensor, list[str]]]:

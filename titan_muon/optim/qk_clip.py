@@ -178,8 +178,8 @@ class QKClip:
     def _totals(self, *, is_shared: bool) -> tuple[Tensor, Tensor]:
         """Return largest logit and clipped heads, shared: of every head this rank's part alone."""
         device = next((found.device for found in self._sets.values()), _idle_device())
-        largest = torch.full((), _NONE, device=device)
-        clipped = torch.zeros((), device=device)
+        largest = torch.full((), _NONE, dtype=torch.float32, device=device)
+        clipped = torch.zeros((), dtype=torch.float32, device=device)
         for found in self._sets.values():
             if found.maxima is not None:
                 largest = torch.maximum(largest, found.maxima.amax())
@@ -245,7 +245,9 @@ class _RankSet:
         self._positions.append(torch.tensor(list(heads), dtype=torch.int64) + self._slots)
         self._slots += n_heads
         self.maxima = None
-        self._observed.append(torch.full((len(heads),), _NONE, device=self.device))
+        self._observed.append(
+            torch.full((len(heads),), _NONE, dtype=torch.float32, device=self.device)
+        )
         return self._observed[-1]
 
     def clip(self, threshold: float, taken: Tensor | None) -> None:
@@ -276,9 +278,9 @@ class _RankSet:
         indices = self._indices or [torch.empty(0, dtype=torch.int64)]
         self._all_indices = torch.cat(indices).to(self.device)
         self._all_positions = torch.cat(self._positions).to(self.device)
-        self._one = torch.ones(1, device=self.device)
+        self._one = torch.ones(1, dtype=torch.float32, device=self.device)
         self._resets = [observed.new_full(observed.shape, _NONE) for observed in self._observed]
-        self.maxima = torch.empty(self._slots, device=self.device)
+        self.maxima = torch.empty(self._slots, dtype=torch.float32, device=self.device)
         return self.maxima
 
 
