@@ -91,7 +91,7 @@ def test_path_follows_from_where_the_mesh_computes(monkeypatch):
     params = parameters((4, 6))
     state = Muon(params).state[params[0]]
     group = Muon(params).param_groups[0]
-    member = Member(params[0], "w", group, mock.Mock(), state)
+    member = Member(params[0], "w", group, mock.Mock(), {params[0]: state})
     assert not member.is_staged
     monkeypatch.setattr(members, "compute_device", lambda _: torch.device("meta"))
     assert member.is_staged

@@ -88,7 +88,7 @@ def rank_sets(optimizer: Muon) -> list[RankSet]:
         for param, name, rule in zip(group["params"], names, rules, strict=True):
             if rule is None:
                 raise AssertionError(f"{name} has no matrix rule")
-            member = Member(param, name, group, rule, optimizer.state[param])
+            member = Member(param, name, group, rule, optimizer.state)
             key = (tuple(sorted(member.layout.ranks)), is_dtensor(param))
             by_ranks.setdefault(key, []).append(member)
     with _as_on_nvidia():

@@ -1,6 +1,7 @@
 """Process groups for sets of ranks, and the one check that all ranks made the same plan."""
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -66,11 +67,17 @@ def _subgroup(ranks: tuple[int, ...]) -> Any:
     return groups[ranks]
 
 
-def agree_on_plan(plan: Plan, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Check that all ranks of a plan made the same one.
+def agree_on_plan(
+    plan: Plan,
+    options: Sequence[Mapping[str, str]],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """Check that all ranks of a plan made the same one, and will compute alike.
 
     Args:
         plan: This rank's plan.
+        options: What else must be alike: each param group's options by name, written out.
         group: Process group of the plan's ranks.
         device: A device that the group communicates on.
 
@@ -81,7 +88,8 @@ def agree_on_plan(plan: Plan, group: dist.ProcessGroup | None, device: torch.dev
     """
     if group is None:
         return
-    digest = int(plan.fingerprint()[:15], 16)
+    text = repr((plan.fingerprint(), *(sorted(o.items()) for o in options))).encode()
+    digest = int(hashlib.sha256(text).hexdigest()[:15], 16)
     extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     highest, negative_lowest = extremes.tolist()
@@ -89,13 +97,21 @@ def agree_on_plan(plan: Plan, group: dist.ProcessGroup | None, device: torch.dev
         return
     summaries: list[Any] = [None] * len(plan.ranks)
     mine = [(p.name, p.layout.shape, p.layout.mesh_shape, p.kind) for p in plan.params]
-    dist.all_gather_object(summaries, (dist.get_rank(), mine), group=group)
+    dist.all_gather_object(summaries, (dist.get_rank(), list(options), mine), group=group)
     raise RuntimeError(_difference(summaries))
 
 
 def _difference(summaries: list[Any]) -> str:
-    rank0, first = summaries[0]
-    for rank, other in summaries[1:]:
+    rank0, options, first = summaries[0]
+    for rank, others, _ in summaries[1:]:
+        for a, b in zip(options, others, strict=False):
+            for key in sorted({*a, *b}):
+                if a.get(key) != b.get(key):
+                    return (
+                        f"ranks disagree on an option: {key} = {a.get(key)} on rank {rank0} and "
+                        f"{b.get(key)} on rank {rank}; say the same on all ranks"
+                    )
+    for rank, _, other in summaries[1:]:
         if other == first:
             continue
         for position, (a, b) in enumerate(zip(first, other, strict=False)):

@@ -56,6 +56,10 @@ class Kind:
         self.state_dtype = arithmetic_dtype(member.momentum)
         self.wide = torch.promote_types(member.param.dtype, torch.float32)
         self._device = device
+        self.take_states(members)
+
+    def take_states(self, members: Sequence[Member]) -> None:
+        """Look up the states of all members of the plan again."""
         # By channel; tables of a kind never touch the tensors of another.
         self.states = [
             TensorList(

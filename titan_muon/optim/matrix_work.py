@@ -54,7 +54,7 @@ def matrix_works(
         if not get_algorithm(group["algorithm"]).is_matrix:
             continue
         for param, name in zip(group["params"], names, strict=True):
-            member = Member(param, name, group, rules[id(param)], state[param])
+            member = Member(param, name, group, rules[id(param)], state)
             device = compute_device(param)
             key = (tuple(sorted(member.layout.ranks)), str(device), is_dtensor(param))
             by_ranks.setdefault(key, []).append(member)
@@ -84,7 +84,7 @@ class MatrixWork:
         )
         meshes = [mesh_of(m.param) for m in members] if distributed else []
         process_group = group_of(ranks, meshes) if distributed else None
-        agree_on_plan(self.plan, process_group, self.device)
+        agree_on_plan(self.plan, _options(members), process_group, self.device)
         rank = dist.get_rank() if distributed else ranks[0]
         self.tables = rank_tables(self.plan, rank)
         self.exchange = Exchange(self.plan, rank, process_group, self.device)
@@ -97,6 +97,7 @@ class MatrixWork:
             number: Kind(member, members, self._transfers)
             for number, member in dict(zip(numbers, members, strict=True)).items()
         }
+        self._state_ids = self._ids()
         self._rounded = [m for m in members if m.is_rounded]
         self._replicated = any(m.layout.replicated for m in members)
         self._shards: StepShards | None = None
@@ -107,6 +108,7 @@ class MatrixWork:
         Args:
             take: 0-d, 0 for a step that must not write anything; None for 1.
         """
+        self._take_states()
         if take is not None:
             take = take.to(self.device, non_blocking=True)
         for member in self._rounded:
@@ -115,6 +117,20 @@ class MatrixWork:
         self._shards = StepShards(self.members, self._kinds, self._own, take)
         if self.exchange.travels[0]:
             self._shards.advance(self.tables.own[0])
+
+    def _take_states(self) -> None:
+        ids = self._ids()
+        if ids == self._state_ids:
+            return
+        for member in self.members:
+            member.take_state()
+        for kind in self._kinds.values():
+            kind.take_states(self.members)
+        self._state_ids = ids
+
+    def _ids(self) -> list[int]:
+        # The tensors of the last step are still held, so that no other has the id of one.
+        return [id(tensor) for member in self.members for tensor in member.state.values()]
 
     def advance(self) -> None:
         """Advance the momentum of all other parameters, while stage 0 travels."""
@@ -233,3 +249,16 @@ class MatrixWork:
         if self._shards is None:
             raise AssertionError("no step is under way")
         return self._shards
+
+
+def _options(members: Sequence[Member]) -> list[dict[str, str]]:
+    """Return what the groups of some parameters say, but for the lr, which schedules change."""
+    groups = {id(member.group): member for member in members}.values()
+    return [
+        {
+            key: repr(member.group[key])
+            for key in ("algorithm", *member.algorithm.options)
+            if key != "lr"
+        }
+        for member in groups
+    ]

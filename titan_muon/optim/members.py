@@ -1,6 +1,6 @@
 """One Muon-family parameter as the engine sees it, and the gradients of a step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Member:
         name: For errors.
         group: Its complete param group.
         rule: Its matrices.
-        state: Its state.
+        states: State of all parameters; its owner may replace tensors of it between steps.
 
     Raises:
         NotImplementedError: A placement is ``Partial``.
@@ -42,20 +42,27 @@ class Member:
         name: str,
         group: dict[str, Any],
         rule: MatrixRule,
-        state: dict[str, Tensor],
+        states: Mapping[Tensor, dict[str, Tensor]],
     ) -> None:
-        self.param, self.name, self.group, self.state = param, name, group, state
+        self.param, self.name, self.group, self._states = param, name, group, states
+        state = self.state
         self.layout, self.rule = layout_of(param, name), rule
         algorithm = get_algorithm(group["algorithm"])
         if not isinstance(algorithm, MatrixAlgorithm):
             raise AssertionError(f"{name}: {algorithm.name} is no matrix algorithm")
         self.algorithm = algorithm
         self.momentum = local_of(state[MOMENTUM])
+        self._seen = dict(state)
         self._rounding: Rounding | None = None
         self.channels = (
             Channel("direction", group["wire_dtype"]),
             *(Channel(b.name, _dtype_name(state[b.name]), b.by_row) for b in algorithm.buffers),
         )
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Its state."""
+        return self._states[self.param]
 
     def plan_param(self, kind: int) -> PlanParam:
         """Return what the planner knows of the parameter."""
@@ -107,6 +114,23 @@ class Member:
                 "parameters change"
             )
         return shard
+
+    def take_state(self) -> None:
+        """Take over tensors of the state that were replaced.
+
+        Raises:
+            ValueError: One has another shape, dtype or device than when the optimizer was built.
+        """
+        for key, old in self._seen.items():
+            new = self.state.get(key)
+            if not isinstance(new, Tensor) or _form(new) != _form(old):
+                found = _form(new) if isinstance(new, Tensor) else type(new).__name__
+                raise ValueError(
+                    f"{self.name}: its state {key} is {found} now and was {_form(old)} when the "
+                    "optimizer was built; put back what was there before the next step"
+                )
+        self._seen = dict(self.state)
+        self.momentum = local_of(self.state[MOMENTUM])
 
     def gradient(self) -> Tensor | None:
         """Return the local gradient; see :func:`titan_muon.distributed.tensors.local_gradient`."""
@@ -166,6 +190,11 @@ class Gradients:
         if missing:
             moved, live = ([ts[i] for i in missing] for ts in (self.momenta, self._live))
             ops.merge(moved, live, table.only(missing), keep)
+
+
+def _form(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    local = local_of(tensor)
+    return tuple(local.shape), local.dtype, local.device
 
 
 def _zeros(momentum: Tensor) -> Tensor:

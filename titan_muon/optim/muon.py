@@ -103,8 +103,9 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        take = self._guard.look(self.param_groups, type(self).__name__)
+        # First: ranks that disagree find it out here.
         works = self.observer.works(self._matrix_works())
+        take = self._guard.look(self.param_groups, type(self).__name__)
         for work in works:
             work.begin(take)
         arriving = works[0].send(0) if works else None
@@ -192,11 +193,14 @@ class Muon(Optimizer):
 
     def _matrix_works(self) -> "list[MatrixWork]":
         """Return the plan and exchange of every set of ranks, made once."""
-        if self._works is None:
+        groups = [id(group) for group in self.param_groups]
+        if self._works is None or groups != self._planned:
             # Planner and exchange are a third of the package's import time.
             from titan_muon.optim.matrix_work import matrix_works
 
             self._works = matrix_works(self.param_groups, self.state, self._rules)
+            # These groups live as long as the plans do, so that no other has the id of one.
+            self._planned = groups
         return self._works
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -278,6 +282,7 @@ class Muon(Optimizer):
         self._rules: dict[int, MatrixRule] = {}
         self._roundings: dict[int, Rounding] = {}
         self._works: list[MatrixWork] | None = None
+        self._planned: list[int] = []
 
 
 class NorMuon(Muon):
