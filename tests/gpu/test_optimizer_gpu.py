@@ -128,6 +128,48 @@ def test_captured_step_follows_the_lr_tensor():
         assert torch.equal(eager, replayed)
 
 
+def test_graph_of_backward_and_step_outlives_other_optimizers():
+    """Gradients lie in the graph's own memory, at addresses that no table has yet."""
+
+    def run(captured: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4)))
+        model = model.cuda()
+        x = torch.randn(64, 256, device="cuda")
+        optimizer = Muon(model.parameters(), lr=torch.tensor(0.02, device="cuda"))
+
+        def train() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                train()
+        torch.cuda.current_stream().wait_stream(stream)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                train()
+            # Loads of what is there already, and more lists of addresses than are remembered.
+            optimizer.load_state_dict(optimizer.state_dict())
+            other = Muon([torch.nn.Parameter(torch.randn(64, 64, device="cuda"))])
+            kept = []
+            for _ in range(150):
+                other.param_groups[0]["params"][0].grad = torch.randn(64, 64, device="cuda")
+                kept.append(other.param_groups[0]["params"][0].grad)
+                other.step()
+        for _ in range(3):
+            graph.replay() if captured else train()
+        torch.cuda.synchronize()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for eager, replayed in zip(run(False), run(True), strict=True):
+        assert torch.equal(eager, replayed)
+
+
 def test_no_host_sync_in_a_step():
     params = _weights("cuda")
     optimizer = Muon(

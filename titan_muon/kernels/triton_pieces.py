@@ -287,17 +287,30 @@ def _copy(
 
 
 class _Pointers:
-    """Addresses of a list of tensors on their device, and an empty tensor of their dtype."""
+    """Addresses of a list of tensors on their device, and an empty tensor of their dtype.
 
-    def __init__(self, addresses: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+    While a CUDA graph is captured the addresses become constants of the graph: a copy from here
+    would read host memory again at every replay.
+    """
+
+    def __init__(
+        self, addresses: tuple[int, ...], dtype: torch.dtype, device: torch.device, captured: bool
+    ) -> None:
         self.like = torch.empty(0, dtype=dtype, device=device)
-        self.table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
         self.aligned = all(address % 16 == 0 for address in addresses)
+        if captured:
+            self.table = torch.empty(len(addresses), dtype=torch.int64, device=device)
+            for place, address in zip(self.table, addresses, strict=True):
+                place.fill_(address)
+        else:
+            self.table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
 
 
 # Parameters and states keep their addresses, gradients mostly do; entries leave oldest first.
 _POINTERS: dict[tuple[object, ...], _Pointers] = {}
 _MOST_POINTERS = 128
+# Graphs read these at every replay.
+_CAPTURED: dict[tuple[object, ...], _Pointers] = {}
 
 
 def _pointers(tensors: Sequence[Tensor], table: PieceTable) -> _Pointers:
@@ -305,7 +318,12 @@ def _pointers(tensors: Sequence[Tensor], table: PieceTable) -> _Pointers:
     addresses = tensors.addresses if isinstance(tensors, TensorList) else None
     addresses = addresses or tuple(t.data_ptr() for t in tensors)
     key = (addresses, first.dtype, first.device)
-    found = _POINTERS.pop(key, None) or _Pointers(*key)
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        if key not in _POINTERS and key not in _CAPTURED:
+            # Lives in the memory of the graph, which alone fills it.
+            return _Pointers(*key, captured=True)
+        return _CAPTURED.setdefault(key, _POINTERS.get(key))
+    found = _POINTERS.pop(key, None) or _Pointers(*key, captured=False)
     _POINTERS[key] = found
     if len(_POINTERS) > _MOST_POINTERS:
         del _POINTERS[next(iter(_POINTERS))]

@@ -11,7 +11,16 @@ from titan_muon.optim.options import check_values
 from titan_muon.optim.state_tensors import check_state_fits
 from titan_muon.orthogonalization import DTYPES, resolve_schedule
 
-__all__ = ["ParamGroup", "complete_group", "full_names", "group_names", "is_saved", "matrix_rules"]
+__all__ = [
+    "ParamGroup",
+    "check_foreach",
+    "complete_group",
+    "full_names",
+    "group_names",
+    "is_saved",
+    "matrix_rules",
+    "planned_options",
+]
 
 # Keys that torch, schedulers and torchtitan put into groups; no options of ours.
 _FOREIGN = ("params", "param_names", "algorithm", "initial_lr")
@@ -73,10 +82,6 @@ def complete_group(
     check_values(chosen.options, complete, where=where)
     if complete.get("fused") and complete.get("foreach"):
         raise ValueError(f"{where}: fused and foreach exclude each other; set one of them to true.")
-    if complete.get("foreach") and isinstance(complete["lr"], Tensor):
-        raise ValueError(
-            f"{where}: foreach = True does not take a tensor lr; use fused = True or a number."
-        )
     if "betas" in complete:
         complete["betas"] = tuple(float(beta) for beta in complete["betas"])
     if chosen.is_matrix:
@@ -102,6 +107,25 @@ def full_names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         for number, group in enumerate(groups)
         for names in [group_names(group, group["params"])]
     ]
+
+
+def check_foreach(group: Mapping[str, Any], where: str) -> None:
+    """Refuse what torch's foreach kernels refuse in the middle of a step.
+
+    Raises:
+        ValueError: A tensor lr for parameters on a CPU.
+    """
+    is_tensor = group.get("foreach") and isinstance(group["lr"], Tensor)
+    if is_tensor and any(param.device.type == "cpu" for param in group["params"]):
+        raise ValueError(
+            f"{where}: foreach = True takes no tensor lr on a CPU; use fused = True or a number."
+        )
+
+
+def planned_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what plans are made with: algorithm and options of a complete group, but the lr."""
+    options = get_algorithm(group["algorithm"]).options
+    return {key: group[key] for key in ("algorithm", *options) if key != "lr"}
 
 
 def matrix_rules(group: Mapping[str, Any], where: str) -> list[MatrixRule | None]:

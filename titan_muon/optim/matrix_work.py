@@ -17,7 +17,7 @@ from titan_muon.distributed.tensors import compute_device, mesh_of
 from titan_muon.distributed.wire import Back, columns, read_headers, write_headers
 from titan_muon.optim.algorithms.base import get_algorithm
 from titan_muon.optim.batches import Batch, assemble, cut, pack_back, write_own
-from titan_muon.optim.groups import full_names
+from titan_muon.optim.groups import full_names, planned_options
 from titan_muon.optim.kinds import Kind, number_kinds
 from titan_muon.optim.loans import Transfers
 from titan_muon.optim.matrix_math import batch_update
@@ -255,10 +255,6 @@ def _options(members: Sequence[Member]) -> list[dict[str, str]]:
     """Return what the groups of some parameters say, but for the lr, which schedules change."""
     groups = {id(member.group): member for member in members}.values()
     return [
-        {
-            key: repr(member.group[key])
-            for key in ("algorithm", *member.algorithm.options)
-            if key != "lr"
-        }
+        {key: repr(value) for key, value in planned_options(member.group).items()}
         for member in groups
     ]

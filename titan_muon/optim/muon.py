@@ -14,7 +14,13 @@ from titan_muon.distributed.tensors import local_gradient, local_of
 from titan_muon.optim.algorithms import check_options, get_algorithm
 from titan_muon.optim.algorithms.base import ElementwiseAlgorithm
 from titan_muon.optim.elements import in_chunks
-from titan_muon.optim.groups import complete_group, full_names, matrix_rules
+from titan_muon.optim.groups import (
+    check_foreach,
+    complete_group,
+    full_names,
+    matrix_rules,
+    planned_options,
+)
 from titan_muon.optim.loading import apply_load, prepare_load
 from titan_muon.optim.nonfinite import Guard, check_alike
 from titan_muon.optim.observer import Observer
@@ -218,6 +224,7 @@ class Muon(Optimizer):
         params = group["params"]
         try:
             check_alike(self.param_groups, type(self).__name__)
+            check_foreach(group, where)
             rules = matrix_rules(group, where)
             states = [create_state(p, group, r) for p, r in zip(params, rules, strict=True)]
         except BaseException:
@@ -255,9 +262,12 @@ class Muon(Optimizer):
             state_dict = state_dict if replaced is None else replaced
         where = type(self).__name__
         loads = prepare_load(self.param_groups, self.state, state_dict, self._given, where)
-        self._forget_layouts()
+        before = [planned_options(group) for group in self.param_groups]
         for load in loads:
             apply_load(load, self.state)
+        if before != [planned_options(group) for group in self.param_groups]:
+            self._forget_layouts()
+        for load in loads:
             self._keep_rules(load.group["params"], load.rules)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
