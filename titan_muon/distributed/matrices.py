@@ -69,8 +69,8 @@ def matrix_rule(
     if len(shape) < 2:
         raise ValueError(
             f"{name}: shape {shape} has no rows and columns; a Muon-family group takes parameters "
-            "of two dims or more. Put it into a group with algorithm = 'adamw', in a train config "
-            'name = "AdamW", or let a pattern without name leave it where it is routed to.'
+            "of two dims or more. Put it into a group with algorithm = 'adamw' (in a train config "
+            'name = "AdamW"); titan_muon.param_groups(model) sorts a whole model so.'
         )
     if isinstance(split, Mapping) and split.get("kind") == "fused_dim":
         return _fused_dim_rule(shape, split, flatten, name)

@@ -27,7 +27,10 @@ _HEADS_ANYWHERE = (
     "output_projection",
 )
 _HEAD_PARTS_ON_TOP = ("head", "heads")
-_HEADS_ON_TOP = ("output", "classifier", "score", "logits", "proj_out", "fc")
+_HEADS_ON_TOP = (
+    *("output", "out", "classifier", "score", "logits", "proj_out", "fc"),
+    *("qa_outputs", "decoder"),
+)
 _EMBEDDING_MODULES = (
     "embed",
     "embedding",
@@ -89,8 +92,12 @@ def _is_head(modules: Sequence[str], leaf: str) -> bool:
         return True
     inner = list(dropwhile(lambda m: m in _SHELLS, modules))
     if not inner:
-        return leaf in (*_HEADS_ON_TOP, *_HEAD_PARTS_ON_TOP)
-    return inner[0] in _HEAD_PARTS_ON_TOP or (len(inner) == 1 and inner[0] in _HEADS_ON_TOP)
+        # A shell holds no weight; what is called so and has one is a layer.
+        owner = modules[-1] if modules and leaf == "weight" else leaf
+        return owner in (*_HEADS_ON_TOP, *_HEAD_PARTS_ON_TOP)
+    if inner[0] in _HEAD_PARTS_ON_TOP or inner[0].endswith("_head"):
+        return True
+    return len(inner) == 1 and inner[0] in _HEADS_ON_TOP
 
 
 def _by_shape(param: Tensor, flatten: bool) -> str | None:
