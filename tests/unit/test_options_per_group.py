@@ -72,18 +72,21 @@ def test_option_works_in_its_own_group_only(key):
     if key == "rounding_seed":
         base["stochastic_rounding"] = True
     assert value != get_algorithm(algorithm).options[key].default
-    both = _steps(
-        [{"params": _weights(key), **base, key: value}, {"params": _weights(key), **base}]
-    )
-    alone = _steps([{"params": _weights(key), **base, key: value}])
-    default = _steps([{"params": _weights(key), **base}])
+    # Named, because the noise of an unnamed parameter depends on the place of its group.
+    names = [[f"{letter}{number}" for number in range(len(SHAPES))] for letter in "ab"]
+
+    def group(number: int, **options: Any) -> dict[str, Any]:
+        return {**base, "params": _weights(key), "param_names": names[number], **options}
+
+    both = _steps([group(0, **{key: value}), group(1)])
+    alone = _steps([group(0, **{key: value})])
+    default = _steps([group(1)])
     count = len(SHAPES)
     for number, (a, b) in enumerate(zip(both, [*alone, *default], strict=True)):
         if key in HOW:
             # Batches and kernels may add in another order.
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         else:
-            # A name's noise is its own, and unnamed parameters are named by their place.
             assert torch.equal(a, b), number
     changed = any(not torch.equal(a, b) for a, b in zip(both[:count], both[count:], strict=True))
     assert changed or key in HOW
