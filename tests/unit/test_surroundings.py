@@ -119,3 +119,20 @@ def test_gradients_that_come_and_go_leave_no_tables_behind():
         Gradients(members).commit(table, torch.ones(2), ops)
         assert ops.merge.call_args.args[2].tensors == (0,)
     assert not table._parts
+
+
+def test_who_watches_a_step_sees_the_replaced_state():
+    optimizer = _optimizer("muon")
+    train(optimizer, 1)
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].clone()
+    seen = []
+
+    def works(parts):
+        seen.extend(member.momentum for part in parts for member in part.members)
+        return parts
+
+    with mock.patch.object(optimizer.observer, "works", works):
+        train(optimizer, 1, first=1)
+    held = [optimizer.state[p]["momentum_buffer"] for p in optimizer.param_groups[0]["params"]]
+    assert all(a is b for a, b in zip(seen, held, strict=True))

@@ -84,7 +84,7 @@ def rank_sets(optimizer: Muon) -> list[RankSet]:
         if not get_algorithm(group["algorithm"]).is_matrix:
             continue
         rules = matrix_rules(group, f"param group {index}")
-        names = group_names(group, group["params"])
+        names = group_names(group)
         for param, name, rule in zip(group["params"], names, rules, strict=True):
             if rule is None:
                 raise AssertionError(f"{name} has no matrix rule")

@@ -13,17 +13,17 @@ from titan_muon.cli.layouts import parse_config, quiet, stages_of, world_size_of
 from titan_muon.cli.plan_text import as_text
 from titan_muon.cli.rates import Rates
 from titan_muon.cli.report import Report
+from titan_muon.integration.arguments import FILE_FLAGS, with_file
 from titan_muon.integration.toml_place import ConfigError
 
 __all__ = ["make_report", "run"]
 
 # Flags of training whose value may be a file too.
-_TAKE_A_FILE = ("--job.config_file", "--job.config-file", "--optimizer.recipe")
 _OWN_FLAGS = (
     *("--world-size", "--per-parameter", "--json"),
     *("--tflops", "--memory-gbs", "--link-gbs"),
 )
-_CHOOSE_A_MODEL = (*_TAKE_A_FILE[:2], "--module", "--model.name")
+_CHOOSE_A_MODEL = (*FILE_FLAGS, "--module", "--model.name")
 
 
 def run(args: Sequence[str]) -> None:
@@ -139,10 +139,7 @@ def _parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help=f"GB/s that a rank sends; default {Rates.link_of(1):g} on up to 8 ranks, else "
         f"{Rates.link_of(9):g}",
     )
-    file = next((i for i in range(len(args)) if _is_file(args, i)), None)
-    if file is not None:
-        args = ["--job.config_file", args[file], *args[:file], *args[file + 1 :]]
-    given, training = parser.parse_known_args(args)
+    given, training = parser.parse_known_args(with_file(args))
     for flag in (word.partition("=")[0] for word in training):
         meant = difflib.get_close_matches(flag, _OWN_FLAGS, n=1, cutoff=0.8)
         if meant:
@@ -152,12 +149,6 @@ def _parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
             "titan-muon plan: name a train config (FILE.toml), or a model by --module and --config."
         )
     return given, training
-
-
-def _is_file(args: Sequence[str], index: int) -> bool:
-    if args[index].startswith("-"):
-        return False
-    return index == 0 or (args[index].endswith(".toml") and args[index - 1] not in _TAKE_A_FILE)
 
 
 def _positive(text: str) -> float:

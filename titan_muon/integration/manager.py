@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan.config import ConfigManager
 
-from titan_muon.integration.switches import with_values
+from titan_muon.integration.arguments import with_file, with_values
 from titan_muon.integration.toml import Selection, load_train_config
 from titan_muon.integration.toml_file import toml_literal
 from titan_muon.integration.toml_legacy import MOVED, gone_reason
@@ -100,9 +100,7 @@ class TrainConfigManager(ConfigManager):
         return config
 
     def _load_config(self, args: list[str]) -> tuple[object, list[str]]:
-        if args and args[0].endswith(".toml") and not args[0].startswith("-"):
-            args = ["--job.config_file", *args]
-        selection, rest = split_flags(with_values(args), self.notes)
+        selection, rest = split_flags(with_values(with_file(args)), self.notes)
         if {"-h", "--help"} & set(args):
             print(USAGE, flush=True)
             if selection.file is None and not selection.model:

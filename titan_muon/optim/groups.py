@@ -1,6 +1,6 @@
 """From what a user writes to complete param groups."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -93,20 +93,15 @@ def complete_group(
     return complete
 
 
-def group_names(group: Mapping[str, Any], params: Sequence[Tensor]) -> list[str]:
+def group_names(group: Mapping[str, Any]) -> list[str]:
     """Return a name for each parameter: its own where the group has names, else its position."""
-    names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
-    by_id = {id(p): n for p, n in zip(group["params"], names, strict=True)}
-    return [by_id[id(p)] for p in params]
+    return group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
 
 
-def full_names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return names of all parameters by group, told apart where a group has none."""
-    return [
-        names if group.get("param_names") else [f"param group {number}: {n}" for n in names]
-        for number, group in enumerate(groups)
-        for names in [group_names(group, group["params"])]
-    ]
+def full_names(number: int, group: Mapping[str, Any]) -> list[str]:
+    """Return the names of a group's parameters, with its number where they have no names."""
+    names = group_names(group)
+    return names if group.get("param_names") else [f"param group {number}: {n}" for n in names]
 
 
 def check_foreach(group: Mapping[str, Any], where: str) -> None:
@@ -147,7 +142,7 @@ def matrix_rules(group: Mapping[str, Any], where: str) -> list[MatrixRule | None
     is_matrix = get_algorithm(group["algorithm"]).is_matrix
     rules: list[MatrixRule | None] = []
     seen: set[int] = set()
-    for param, name in zip(group["params"], group_names(group, group["params"]), strict=True):
+    for param, name in zip(group["params"], group_names(group), strict=True):
         label = f"{where}: {name}"
         if id(param) in seen:
             raise ValueError(f"{label} is listed twice and would be stepped twice; list it once.")

@@ -150,7 +150,7 @@ def _prepare_group(
         for param, rule in zip(group["params"], rules, strict=True)
     ]
     tensors = [_counted(state, saved) for state, saved in zip(states, tensors, strict=True)]
-    names = group_names(group, group["params"])
+    names = group_names(group)
     for name, state, tensor in zip(names, states, tensors, strict=True):
         _check_param_state(f"{where}: {name}", state, tensor)
     return GroupLoad(group, complete, rules, states, tensors)
@@ -161,11 +161,9 @@ def _counted(live: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, 
     if MOMENTUM not in live:
         return saved
     others = {key: value for key, value in saved.items() if key != STEP}
-    return (
-        {**others, STEP: saved.get(STEP, torch.zeros((), dtype=torch.float32))}
-        if STEP in live
-        else others
-    )
+    if STEP in live:
+        others[STEP] = saved.get(STEP, torch.zeros((), dtype=torch.float32))
+    return others
 
 
 def _in_our_words(saved: Mapping[str, Any]) -> Mapping[str, Any]:

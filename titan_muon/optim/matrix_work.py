@@ -50,10 +50,10 @@ def matrix_works(
     Collective: all ranks of each set, where it is more than one.
     """
     by_ranks: dict[tuple[Any, ...], list[Member]] = {}
-    for group, names in zip(groups, full_names(groups), strict=True):
+    for number, group in enumerate(groups):
         if not get_algorithm(group["algorithm"]).is_matrix:
             continue
-        for param, name in zip(group["params"], names, strict=True):
+        for param, name in zip(group["params"], full_names(number, group), strict=True):
             member = Member(param, name, group, rules[id(param)], state)
             device = compute_device(param)
             key = (tuple(sorted(member.layout.ranks)), str(device), is_dtensor(param))
@@ -108,7 +108,6 @@ class MatrixWork:
         Args:
             take: 0-d, 0 for a step that must not write anything; None for 1.
         """
-        self._take_states()
         if take is not None:
             take = take.to(self.device, non_blocking=True)
         for member in self._rounded:
@@ -118,7 +117,8 @@ class MatrixWork:
         if self.exchange.travels[0]:
             self._shards.advance(self.tables.own[0])
 
-    def _take_states(self) -> None:
+    def take_states(self) -> None:
+        """Take over state tensors that were replaced since the last step."""
         ids = self._ids()
         if ids == self._state_ids:
             return

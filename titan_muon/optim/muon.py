@@ -110,8 +110,9 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # First: ranks that disagree find it out here.
-        works = self.observer.works(self._matrix_works())
+        works = self._matrix_works()
         take = self._guard.look(self.param_groups, type(self).__name__)
+        works = self.observer.works(works)
         for work in works:
             work.begin(take)
         arriving = works[0].send(0) if works else None
@@ -133,12 +134,12 @@ class Muon(Optimizer):
         return loss
 
     def _step_elements(self, take: Tensor | None) -> None:
-        for group, names in zip(self.param_groups, full_names(self.param_groups), strict=True):
+        for number, group in enumerate(self.param_groups):
             algorithm = get_algorithm(group["algorithm"])
             if not isinstance(algorithm, ElementwiseAlgorithm):
                 continue
             params, grads, roundings = [], [], []
-            for param, name in zip(group["params"], names, strict=True):
+            for param, name in zip(group["params"], full_names(number, group), strict=True):
                 grad = local_gradient(param, name)
                 if grad is not None:
                     params.append(param)
@@ -198,15 +199,16 @@ class Muon(Optimizer):
         return sorted(sets)
 
     def _matrix_works(self) -> "list[MatrixWork]":
-        """Return the plan and exchange of every set of ranks, made once."""
-        groups = [id(group) for group in self.param_groups]
-        if self._works is None or groups != self._planned:
+        """Return the plan and exchange of every set of ranks, made once, with today's state."""
+        groups = self.param_groups
+        if self._works is None or not _are(groups, self._planned):
             # Planner and exchange are a third of the package's import time.
             from titan_muon.optim.matrix_work import matrix_works
 
-            self._works = matrix_works(self.param_groups, self.state, self._rules)
-            # These groups live as long as the plans do, so that no other has the id of one.
-            self._planned = groups
+            self._works = matrix_works(groups, self.state, self._rules)
+            self._planned = list(groups)
+        for work in self._works:
+            work.take_states()
         return self._works
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -292,7 +294,11 @@ class Muon(Optimizer):
         self._rules: dict[int, MatrixRule] = {}
         self._roundings: dict[int, Rounding] = {}
         self._works: list[MatrixWork] | None = None
-        self._planned: list[int] = []
+        self._planned: list[dict[str, Any]] = []
+
+
+def _are(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 class NorMuon(Muon):

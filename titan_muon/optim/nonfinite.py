@@ -83,7 +83,7 @@ class Guard:
         if mode is None:
             return None
         params = [param for group in groups for param in group["params"]]
-        names = [name for names in full_names(groups) for name in names]
+        names = [n for number, group in enumerate(groups) for n in full_names(number, group)]
         if not params and not self._chosen:
             return None
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

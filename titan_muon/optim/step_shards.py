@@ -91,12 +91,7 @@ class StepShards:
         if not self.gradients.all_present:
             self.flags = self.gradients.flags(device)[own.params]
         if take is not None:
-            flags = (
-                torch.ones(count, dtype=torch.float32, device=device)
-                if self.flags is None
-                else self.flags
-            )
-            self.flags = flags * take
+            self.flags = (take.new_ones(count) if self.flags is None else self.flags) * take
         self._statistics = torch.zeros((count, 2), dtype=torch.float32, device=device)
         self._squares = torch.zeros(count, dtype=torch.float32, device=device)
         self.measured = self._measured()

@@ -1,13 +1,27 @@
-"""Flags of options that are on, off or left to the algorithm, spelled as torchtitan's switches."""
+"""Short spellings of a command line, written out for the parsers behind it."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from titan_muon.integration.toml_place import ConfigError
 
-__all__ = ["with_values"]
+__all__ = ["FILE_FLAGS", "with_file", "with_values"]
 
 _PREFIX = "--optimizer."
 _VALUES = {"true": "True", "false": "False", "none": "None"}
+FILE_FLAGS = ("--job.config_file", "--job.config-file")
+
+
+def with_file(args: Sequence[str]) -> list[str]:
+    """Put the flag before a train config that stands without it.
+
+    Args:
+        args: Command line without the program's name. Not modified.
+    """
+    file = next((i for i in range(len(args)) if _is_file(args, i)), None)
+    if file is None:
+        return list(args)
+    return [FILE_FLAGS[0], args[file], *args[:file], *args[file + 1 :]]
 
 
 def with_values(args: list[str]) -> list[str]:
@@ -36,9 +50,9 @@ def with_values(args: list[str]) -> list[str]:
         if not flag.startswith(_PREFIX) or positive not in options:
             result.append(token)
             continue
-        has_value = name == positive and bool(tokens) and _is_value(tokens[0])
         if not is_joined:
-            value = tokens.pop(0) if has_value else "true"
+            follows = name == positive and tokens and _is_word(tokens[0])
+            value = tokens.pop(0) if follows else "true"
         if value.lower() not in _VALUES or (is_joined and name != positive):
             raise ConfigError(
                 f"command line: {flag} = {value} is not allowed; use {_PREFIX}{positive}, "
@@ -48,6 +62,13 @@ def with_values(args: list[str]) -> list[str]:
     return result
 
 
-def _is_value(token: str) -> bool:
+def _is_file(args: Sequence[str], index: int) -> bool:
+    if not _is_word(args[index]):
+        return False
+    takes_one = (*FILE_FLAGS, "--optimizer.recipe")
+    return index == 0 or (args[index].endswith(".toml") and args[index - 1] not in takes_one)
+
+
+def _is_word(token: str) -> bool:
     # torchtitan's subcommands have a colon in them.
     return not token.startswith("-") and ":" not in token
