@@ -49,7 +49,7 @@ FAULTS = {
         LAYOUTS,
         "unit/test_matrices.py::test_interleaved_qkv_gathers_over_the_kv_groups",
         "unit/test_matrices.py::test_rules_that_do_not_fit_are_refused",
-        "unit/test_param_groups.py::test_torchtitan_fused_weights_know_their_rows",
+        "unit/test_routing_torchtitan.py::test_torchtitan_fused_weights_know_their_rows",
     ],
     "layout: a head is cut by a shard": [LAYOUTS, "unit/test_matrices.py::test_blocks_are_heads"],
     "layout: gradients that are not reduced yet": [
@@ -94,13 +94,13 @@ FAULTS = {
         "integration/test_meshes.py::test_trained_steps_equal_one_process",
     ],
     "config: files and flags of older torchtitan versions": [
-        "unit/test_toml.py::test_oldest_files",
-        "unit/test_toml.py::test_every_old_name_leads_to_a_field_that_exists",
+        "unit/test_toml_legacy.py::test_oldest_files",
+        "unit/test_toml_legacy.py::test_every_old_name_leads_to_a_field_that_exists",
         "unit/test_cli.py::test_older_flags_are_renamed",
         "unit/test_readme.py::test_commands_exist",
     ],
     "config: optimizer names in another case, or misspelt": [
-        "unit/test_toml.py::test_names_in_any_letter_case_choose_their_recipe",
+        "unit/test_toml_optimizer.py::test_names_in_any_letter_case_choose_their_recipe",
         "unit/test_options.py::test_unknown_algorithm_lists_all",
     ],
     "config: a misspelt option is ignored": [
