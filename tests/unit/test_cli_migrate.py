@@ -9,7 +9,7 @@ pytest.importorskip("torchtitan")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from tests.unit.test_toml import MIDDLE, NEWEST, OLDEST  # noqa: E402
+from tests.unit.test_toml_legacy import MIDDLE, NEWEST, OLDEST  # noqa: E402
 from titan_muon.cli import main  # noqa: E402
 from titan_muon.cli.layouts import parse_config, quiet  # noqa: E402
 from titan_muon.integration.toml import Selection, load_train_config  # noqa: E402
